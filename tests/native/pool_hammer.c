@@ -24,15 +24,13 @@ static pthread_barrier_t barrier;
 static int wrong;
 static unsigned long helped;
 
-static void take(struct kvfs_pool_job *shared)
-{
+static void take(struct kvfs_pool_job *shared) {
     struct batch *batch = (struct batch *)shared;
     const int helps = !pthread_equal(pthread_self(), batch->caller);
     __atomic_add_fetch(&batch->inside, 1, __ATOMIC_RELAXED);
     for (;;) {
         const int i = __atomic_fetch_add(&batch->next, 1, __ATOMIC_RELAXED);
-        if (i >= BLOCKS)
-            break;
+        if (i >= BLOCKS) break;
         for (volatile unsigned step = 0; step < batch->steps; step++)
             ;
         batch->taken[i]++;
@@ -41,8 +39,7 @@ static void take(struct kvfs_pool_job *shared)
     __atomic_sub_fetch(&batch->inside, 1, __ATOMIC_RELAXED);
 }
 
-static void *call(void *argument)
-{
+static void *call(void *argument) {
     const long rounds = *(const long *)argument;
     unsigned seed = (unsigned)(size_t)&rounds;
     for (long round = 0; round < rounds; round++) {
@@ -51,23 +48,18 @@ static void *call(void *argument)
         pthread_barrier_wait(&barrier);
         kvfs_pool_run(&batch.shared, 1);
         int once = __atomic_load_n(&batch.inside, __ATOMIC_RELAXED) == 0;
-        for (int i = 0; i < BLOCKS; i++)
-            once = once && batch.taken[i] == 1;
-        if (!once)
-            __atomic_store_n(&wrong, 1, __ATOMIC_RELAXED);
+        for (int i = 0; i < BLOCKS; i++) once = once && batch.taken[i] == 1;
+        if (!once) __atomic_store_n(&wrong, 1, __ATOMIC_RELAXED);
     }
     return NULL;
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     pthread_t threads[CALLERS];
     long rounds = argc > 1 ? atol(argv[1]) : 1000;
     pthread_barrier_init(&barrier, NULL, CALLERS);
-    for (int i = 0; i < CALLERS; i++)
-        pthread_create(&threads[i], NULL, call, &rounds);
-    for (int i = 0; i < CALLERS; i++)
-        pthread_join(threads[i], NULL);
+    for (int i = 0; i < CALLERS; i++) pthread_create(&threads[i], NULL, call, &rounds);
+    for (int i = 0; i < CALLERS; i++) pthread_join(threads[i], NULL);
     printf(wrong ? "wrong\n" : "done %lu\n", helped);
     return wrong;
 }

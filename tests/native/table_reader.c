@@ -9,8 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static void make_key(uint8_t key[16], const char *name, uint64_t epoch, unsigned number)
-{
+static void make_key(uint8_t key[16], const char *name, uint64_t epoch, unsigned number) {
     memset(key, ' ', 16);
     memcpy(key, name, strlen(name));
     memcpy(key + 6, &epoch, 8);
@@ -18,63 +17,51 @@ static void make_key(uint8_t key[16], const char *name, uint64_t epoch, unsigned
     key[15] = (uint8_t)number;
 }
 
-static int fail(const char *why)
-{
+static int fail(const char *why) {
     puts(why);
     return 1;
 }
 
-static uint64_t epoch_now(const struct kvfs_table *table)
-{
+static uint64_t epoch_now(const struct kvfs_table *table) {
     struct kvfs_slot_header header;
     return kvfs_slot_header_read(table, 0, &header) == 0 ? header.object_id : 0;
 }
 
-static const char *check(const struct kvfs_table *table, const char *name, unsigned number, int steady)
-{
+static const char *check(const struct kvfs_table *table, const char *name, unsigned number, int steady) {
     uint8_t key[16];
     struct kvfs_entry_view view;
     uint64_t tail, epoch = steady ? epoch_now(table) : 0;
-    if (steady && epoch == 0)
-        return NULL;
+    if (steady && epoch == 0) return NULL;
     make_key(key, name, epoch, number);
     int rc = kvfs_table_lookup(table, key, &view);
-    if (rc < 0)
-        return "the writer seems dead";
-    if (rc == 0)
-        return steady && epoch_now(table) == epoch ? "a key that is there all the time was missed" : NULL;
+    if (rc < 0) return "the writer seems dead";
+    if (rc == 0) return steady && epoch_now(table) == epoch ? "a key that is there all the time was missed" : NULL;
     memcpy(&tail, key + 8, 8);
     tail = __builtin_bswap64(tail);
-    if (view.size_bytes != ((uint64_t)view.slot << 32 | view.generation))
-        return "a torn entry";
+    if (view.size_bytes != ((uint64_t)view.slot << 32 | view.generation)) return "a torn entry";
     return view.location == (view.size_bytes ^ tail) ? NULL : "an entry of another key";
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     struct kvfs_table table;
     struct kvfs_slot_header header;
     const char *why = "";
-    if (argc != 4 || kvfs_table_attach(&table, argv[1], NULL, &why) != 0)
-        return fail(why);
+    if (argc != 4 || kvfs_table_attach(&table, argv[1], NULL, &why) != 0) return fail(why);
     unsigned steady = (unsigned)atoi(argv[2]), churn = (unsigned)atoi(argv[3]);
     unsigned long lookups = 0;
     puts("ready");
     fflush(stdout);
     while (kvfs_table_alive(&table)) {
         const char *wrong = NULL;
-        for (unsigned i = 0; i < steady && !wrong; i++, lookups++)
-            wrong = check(&table, "steady", i, 1);
-        for (unsigned i = 0; i < churn && !wrong; i++, lookups++)
-            wrong = check(&table, "churn", i, 0);
+        for (unsigned i = 0; i < steady && !wrong; i++, lookups++) wrong = check(&table, "steady", i, 1);
+        for (unsigned i = 0; i < churn && !wrong; i++, lookups++) wrong = check(&table, "churn", i, 0);
         for (unsigned i = 0; i < 20 && !wrong; i++) {
             if (kvfs_slot_header_read(&table, 1, &header) != 0)
                 wrong = "the writer seems dead";
             else if (header.header_checksum != kvfs_slot_header_checksum(&header))
                 wrong = "a torn slot header";
         }
-        if (wrong)
-            return fail(wrong);
+        if (wrong) return fail(wrong);
     }
     kvfs_table_close(&table);
     puts(lookups > 5000 ? "done" : "too few lookups");

@@ -12,8 +12,7 @@
 
 #define CHANGES_PER_EPOCH 100
 
-static void make_key(uint8_t key[16], const char *name, uint64_t epoch, unsigned number)
-{
+static void make_key(uint8_t key[16], const char *name, uint64_t epoch, unsigned number) {
     memset(key, ' ', 16);
     memcpy(key, name, strlen(name));
     memcpy(key + 6, &epoch, 8);
@@ -21,8 +20,7 @@ static void make_key(uint8_t key[16], const char *name, uint64_t epoch, unsigned
     key[15] = (uint8_t)number;
 }
 
-static void put(struct kvfs_table *table, const char *name, uint64_t epoch, unsigned number, uint32_t generation)
-{
+static void put(struct kvfs_table *table, const char *name, uint64_t epoch, unsigned number, uint32_t generation) {
     uint8_t key[16];
     uint64_t tail;
     make_key(key, name, epoch, number);
@@ -34,32 +32,26 @@ static void put(struct kvfs_table *table, const char *name, uint64_t epoch, unsi
     kvfs_table_put(table, key, &value);
 }
 
-static int64_t now_ms(void)
-{
+static int64_t now_ms(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
-static void set_header(struct kvfs_table *table, uint32_t slot, uint64_t value)
-{
+static void set_header(struct kvfs_table *table, uint32_t slot, uint64_t value) {
     struct kvfs_slot_header header = {.state = KVFS_SLOT_SEALED, .generation = 2, .object_id = value};
     kvfs_slot_header_write(table, slot, &header);
 }
 
-static void run_epoch(struct kvfs_table *table, uint64_t epoch, unsigned steady, unsigned churn)
-{
+static void run_epoch(struct kvfs_table *table, uint64_t epoch, unsigned steady, unsigned churn) {
     uint8_t key[16];
-    for (unsigned i = 0; i < churn; i++)
-        put(table, "churn", 0, i, 0);
-    for (unsigned i = 0; i < steady; i++)
-        put(table, "steady", epoch, i, 0);
+    for (unsigned i = 0; i < churn; i++) put(table, "churn", 0, i, 0);
+    for (unsigned i = 0; i < steady; i++) put(table, "steady", epoch, i, 0);
     set_header(table, 0, epoch);
     for (uint32_t change = 1; change <= CHANGES_PER_EPOCH; change++) {
         unsigned number = (unsigned)rand() % churn;
         make_key(key, "churn", 0, number);
-        if (!kvfs_table_remove(table, key))
-            put(table, "churn", 0, number, change);
+        if (!kvfs_table_remove(table, key)) put(table, "churn", 0, number, change);
         put(table, "steady", epoch, change % steady, change);
         set_header(table, 1, change);
     }
@@ -70,12 +62,10 @@ static void run_epoch(struct kvfs_table *table, uint64_t epoch, unsigned steady,
     }
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     static const uint8_t store_id[16];
     struct kvfs_table table;
-    if (argc != 5 || kvfs_table_create(&table, argv[1], store_id, 8, 256) != 0)
-        return 1;
+    if (argc != 5 || kvfs_table_create(&table, argv[1], store_id, 8, 256) != 0) return 1;
     set_header(&table, 0, 0);
     set_header(&table, 1, 0);
     puts("ready");

@@ -36,8 +36,7 @@ static struct {
     int registered GUARDED_BY(lock); /* the handlers of a fork, which children inherit: a second set would lock twice */
 } pool = {KVFS_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, -1, 0};
 
-static void *help(void *unused)
-{
+static void *help(void *unused) {
     (void)unused;
     uint64_t last = 0;
     kvfs_lock(&pool.lock);
@@ -52,8 +51,7 @@ static void *help(void *unused)
         kvfs_unlock(&pool.lock);
         job->work(job);
         kvfs_lock(&pool.lock);
-        if (--job->helping == 0)
-            pthread_cond_broadcast(&pool.done);
+        if (--job->helping == 0) pthread_cond_broadcast(&pool.done);
     }
     return NULL;
 }
@@ -61,8 +59,7 @@ static void *help(void *unused)
 /* UNCHECKED, these three: the lock is held over the fork, from one handler to the other. */
 static void before_fork(void) UNCHECKED { kvfs_lock(&pool.lock); }
 static void after_fork_here(void) UNCHECKED { kvfs_unlock(&pool.lock); }
-static void after_fork_there(void) UNCHECKED
-{
+static void after_fork_there(void) UNCHECKED {
     pool.job = NULL;
     pool.helpers = -1; /* to be made again */
     pthread_cond_init(&pool.work, NULL);
@@ -70,38 +67,32 @@ static void after_fork_there(void) UNCHECKED
     kvfs_unlock(&pool.lock);
 }
 
-static int helpers_of(int processors)
-{
+static int helpers_of(int processors) {
     int half = processors / 2 - 1, few = processors - 1 < FEW_HELPERS ? processors - 1 : FEW_HELPERS;
     int wanted = half > few ? half : few;
     return wanted < MOST_HELPERS ? wanted : MOST_HELPERS;
 }
 
-static void start_helpers(void) REQUIRES(pool.lock)
-{
+static void start_helpers(void) REQUIRES(pool.lock) {
     cpu_set_t usable;
     int processors = sched_getaffinity(0, sizeof usable, &usable) == 0 ? CPU_COUNT(&usable) : 1;
     int wanted = helpers_of(processors);
-    if (!pool.registered)
-        pool.registered = pthread_atfork(before_fork, after_fork_here, after_fork_there) == 0;
+    if (!pool.registered) pool.registered = pthread_atfork(before_fork, after_fork_here, after_fork_there) == 0;
     if (!pool.registered) { /* a child would use its parent's pool: do without */
         pool.helpers = 0;
         return;
     }
     for (pool.helpers = 0; pool.helpers < wanted; pool.helpers++) {
         pthread_t thread;
-        if (kvfs_thread_start(&thread, help, NULL, 0) != 0)
-            break;
+        if (kvfs_thread_start(&thread, help, NULL, 0) != 0) break;
         pthread_detach(thread);
     }
 }
 
 /* 1: the pool helps with `job` until `finish`; 0: there is none, or it is busy. */
-static int start(struct kvfs_pool_job *job)
-{
+static int start(struct kvfs_pool_job *job) {
     kvfs_lock(&pool.lock);
-    if (pool.helpers < 0)
-        start_helpers();
+    if (pool.helpers < 0) start_helpers();
     int free = pool.job == NULL && pool.helpers > 0;
     if (free) {
         job->helping = 0;
@@ -114,19 +105,15 @@ static int start(struct kvfs_pool_job *job)
 }
 
 /* Waits for what helpers have begun; everything is taken by now. */
-static void finish(struct kvfs_pool_job *job)
-{
+static void finish(struct kvfs_pool_job *job) {
     kvfs_lock(&pool.lock);
     pool.job = NULL;
-    while (job->helping)
-        kvfs_wait(&pool.done, &pool.lock);
+    while (job->helping) kvfs_wait(&pool.done, &pool.lock);
     kvfs_unlock(&pool.lock);
 }
 
-void kvfs_pool_run(struct kvfs_pool_job *job, int pays)
-{
+void kvfs_pool_run(struct kvfs_pool_job *job, int pays) {
     const int called = pays && start(job);
     job->work(job);
-    if (called)
-        finish(job);
+    if (called) finish(job);
 }

@@ -30,12 +30,10 @@
 #define ATTEMPTS 8
 #define STREAM_BYTES ((uint64_t)128 << 10)
 
-static void note_hits(struct kvfs_hits *h, const uint8_t *keys, int64_t n, const int64_t *results)
-{
+static void note_hits(struct kvfs_hits *h, const uint8_t *keys, int64_t n, const int64_t *results) {
     kvfs_lock(&h->lock);
     for (int64_t i = 0; i < n; i++)
-        if (results[i] >= 0)
-            kvfs_hits_note(h, keys + i * KVFS_KEY_BYTES);
+        if (results[i] >= 0) kvfs_hits_note(h, keys + i * KVFS_KEY_BYTES);
     kvfs_unlock(&h->lock);
 }
 
@@ -43,23 +41,18 @@ static void note_hits(struct kvfs_hits *h, const uint8_t *keys, int64_t n, const
 static int has_moved(int error) { return error == ENOENT || error == EWOULDBLOCK; }
 
 /* Returns a descriptor of the block's slot, which is the lease, and its size; or a code. */
-static int open_block(const struct kvfs_table *t, int dirfd, const uint8_t *key, uint64_t *size)
-{
+static int open_block(const struct kvfs_table *t, int dirfd, const uint8_t *key, uint64_t *size) {
     struct kvfs_entry_view view;
     for (int attempt = 0; attempt < ATTEMPTS; attempt++) {
         if (kvfs_table_lookup(t, key, &view) != 1 || view.kind != KVFS_KIND_BLOCK || kvfs_visible(t, &view) == 0)
             return KVFS_READ_MISS;
-        if (!(view.tiers & KVFS_TIER_DRAM))
-            return KVFS_READ_BELOW;
-        if (view.slot >= t->slot_count)
-            return KVFS_READ_MISS;
+        if (!(view.tiers & KVFS_TIER_DRAM)) return KVFS_READ_BELOW;
+        if (view.slot >= t->slot_count) return KVFS_READ_MISS;
         int fd = kvfs_slot_open(dirfd, view.slot, O_RDONLY | O_NONBLOCK);
-        if (fd < 0 && !has_moved(-fd))
-            return KVFS_READ_ERROR + fd;
+        if (fd < 0 && !has_moved(-fd)) return KVFS_READ_ERROR + fd;
         if (fd >= 0) {
             *size = view.size_bytes;
-            if (kvfs_table_generation(t, view.slot) == view.generation && kvfs_table_alive(t))
-                return fd;
+            if (kvfs_table_generation(t, view.slot) == view.generation && kvfs_table_alive(t)) return fd;
             close(fd);
         }
     }
@@ -67,8 +60,7 @@ static int open_block(const struct kvfs_table *t, int dirfd, const uint8_t *key,
 }
 
 /* Reads `size` bytes from `offset` on into the pieces; returns the count, short where the file is, or a code. */
-int64_t kvfs_read_fd(int fd, uint64_t offset, const struct iovec *vectors, ssize_t pieces, uint64_t size)
-{
+int64_t kvfs_read_fd(int fd, uint64_t offset, const struct iovec *vectors, ssize_t pieces, uint64_t size) {
     struct iovec some[KVFS_CALL_VECTORS];
     uint64_t done = 0, skip = 0; /* `skip` bytes of the first piece are filled */
     while (done < size) {
@@ -85,12 +77,9 @@ int64_t kvfs_read_fd(int fd, uint64_t offset, const struct iovec *vectors, ssize
         }
         ssize_t got = n == 1 ? pread(fd, some[0].iov_base, some[0].iov_len, (off_t)(offset + done))
                              : preadv(fd, some, n, (off_t)(offset + done));
-        if (got < 0 && errno == EINTR)
-            continue;
-        if (got < 0)
-            return KVFS_READ_ERROR - errno;
-        if (got == 0)
-            break;
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return KVFS_READ_ERROR - errno;
+        if (got == 0) break;
         done += (uint64_t)got;
         skip += (uint64_t)got;
         while (pieces > 0 && skip >= vectors->iov_len) {
@@ -102,60 +91,48 @@ int64_t kvfs_read_fd(int fd, uint64_t offset, const struct iovec *vectors, ssize
     return (int64_t)done;
 }
 
-static uint64_t room_of(const struct iovec *vectors, ssize_t pieces)
-{
+static uint64_t room_of(const struct iovec *vectors, ssize_t pieces) {
     uint64_t room = 0;
-    for (ssize_t i = 0; i < pieces; i++)
-        room += vectors[i].iov_len;
+    for (ssize_t i = 0; i < pieces; i++) room += vectors[i].iov_len;
     return room;
 }
 
-static int64_t copy_block(int fd, const struct iovec *vectors, ssize_t pieces, uint64_t size, int streams)
-{
-    if (size > room_of(vectors, pieces))
-        return KVFS_READ_NO_ROOM;
-    if (streams && size >= STREAM_BYTES && kvfs_stream_fd(fd, vectors, pieces, size))
-        return (int64_t)size;
+static int64_t copy_block(int fd, const struct iovec *vectors, ssize_t pieces, uint64_t size, int streams) {
+    if (size > room_of(vectors, pieces)) return KVFS_READ_NO_ROOM;
+    if (streams && size >= STREAM_BYTES && kvfs_stream_fd(fd, vectors, pieces, size)) return (int64_t)size;
     return kvfs_read_fd(fd, 0, vectors, pieces, size);
 }
 
 static int64_t read_block(const struct kvfs_read_job *job, const uint8_t *key, const struct iovec *vectors,
-                          ssize_t pieces)
-{
+                          ssize_t pieces) {
     uint64_t size;
     for (int attempt = 0; attempt < ATTEMPTS; attempt++) {
         int fd = open_block(job->table, job->dirfd, key, &size);
-        if (fd < 0)
-            return fd;
+        if (fd < 0) return fd;
         int64_t got = copy_block(fd, vectors, pieces, size, job->streams);
         close(fd);
-        if (got < 0 || (uint64_t)got == size)
-            return got;
+        if (got < 0 || (uint64_t)got == size) return got;
     }
     return KVFS_READ_MISS;
 }
 
 /* Reads blocks until all are taken. */
-static void read_some(struct kvfs_pool_job *shared)
-{
+static void read_some(struct kvfs_pool_job *shared) {
     struct kvfs_read_job *job = (struct kvfs_read_job *)shared;
     for (;;) {
         int64_t i = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        if (i >= job->n)
-            return;
+        if (i >= job->n) return;
         const ssize_t first = job->starts[i], pieces = job->starts[i + 1] - first;
         job->results[i] = read_block(job, job->keys + i * KVFS_KEY_BYTES, job->vectors + first, pieces);
     }
 }
 
-static int is_large(const struct kvfs_read_job *job)
-{
+static int is_large(const struct kvfs_read_job *job) {
     return job->n > 1 && room_of(job->vectors, job->starts[job->n]) >= KVFS_POOL_BYTES;
 }
 
 /* The i-th block goes into vectors[starts[i]] .. vectors[starts[i + 1] - 1]. */
-void kvfs_read_batch(struct kvfs_read_job *job, struct kvfs_hits *hits)
-{
+void kvfs_read_batch(struct kvfs_read_job *job, struct kvfs_hits *hits) {
     job->shared.work = read_some;
     job->streams = is_large(job);
     kvfs_pool_run(&job->shared, job->streams);
@@ -164,27 +141,21 @@ void kvfs_read_batch(struct kvfs_read_job *job, struct kvfs_hits *hits)
 
 /* Maps `size` bytes of `fd`, populated: a fault for every 64 KiB would cost as much as copying them. An empty
  * block has no mapping. */
-int64_t kvfs_map_fd(int fd, uint64_t size, void **place)
-{
+int64_t kvfs_map_fd(int fd, uint64_t size, void **place) {
     struct stat found;
     *place = NULL;
-    if (fstat(fd, &found) != 0)
-        return KVFS_READ_ERROR - errno;
-    if ((uint64_t)found.st_size != size)
-        return KVFS_READ_MISS;
-    if (size == 0)
-        return 0;
+    if (fstat(fd, &found) != 0) return KVFS_READ_ERROR - errno;
+    if ((uint64_t)found.st_size != size) return KVFS_READ_MISS;
+    if (size == 0) return 0;
     void *base = mmap(NULL, size, PROT_READ, MAP_SHARED | MAP_POPULATE, fd, 0);
-    if (base == MAP_FAILED)
-        return KVFS_READ_ERROR - errno;
+    if (base == MAP_FAILED) return KVFS_READ_ERROR - errno;
     *place = base;
     return (int64_t)size;
 }
 
 /* Leased mappings: the mapping keeps the lease when its descriptor is closed. */
 void kvfs_map_batch(const struct kvfs_table *t, int dirfd, const uint8_t *keys, int64_t n, void **places,
-                    int64_t *results, struct kvfs_hits *hits)
-{
+                    int64_t *results, struct kvfs_hits *hits) {
     for (int64_t i = 0; i < n; i++) {
         uint64_t size = 0;
         int fd = open_block(t, dirfd, keys + i * KVFS_KEY_BYTES, &size);
@@ -199,8 +170,7 @@ void kvfs_map_batch(const struct kvfs_table *t, int dirfd, const uint8_t *keys, 
 }
 
 /* Finds the tier bits of each block, 0 for one that is not there or cannot be read now. */
-void kvfs_find_batch(const struct kvfs_table *t, const uint8_t *keys, int64_t n, uint8_t *tiers)
-{
+void kvfs_find_batch(const struct kvfs_table *t, const uint8_t *keys, int64_t n, uint8_t *tiers) {
     struct kvfs_entry_view view;
     for (int64_t i = 0; i < n; i++) {
         int found = kvfs_table_lookup(t, keys + i * KVFS_KEY_BYTES, &view) == 1 && view.kind == KVFS_KIND_BLOCK;
@@ -209,8 +179,7 @@ void kvfs_find_batch(const struct kvfs_table *t, const uint8_t *keys, int64_t n,
 }
 
 /* Copies `size` bytes into the pieces, which have room for them. */
-void kvfs_copy_out(const uint8_t *from, uint64_t size, const struct iovec *vectors, ssize_t pieces)
-{
+void kvfs_copy_out(const uint8_t *from, uint64_t size, const struct iovec *vectors, ssize_t pieces) {
     for (ssize_t i = 0; i < pieces && size; i++) {
         size_t length = vectors[i].iov_len < size ? vectors[i].iov_len : size;
         memcpy(vectors[i].iov_base, from, length);

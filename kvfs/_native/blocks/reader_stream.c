@@ -26,8 +26,7 @@
 
 enum { STEP_BYTES = 64, VECTOR_BYTES = 16 };
 
-static void stream(uint8_t *to, const uint8_t *from, size_t size)
-{
+static void stream(uint8_t *to, const uint8_t *from, size_t size) {
     size_t head = (size_t)(-(uintptr_t)to & (VECTOR_BYTES - 1));
     head = head < size ? head : size;
     memcpy(to, from, head);
@@ -46,15 +45,13 @@ static void stream(uint8_t *to, const uint8_t *from, size_t size)
 }
 
 /* Copies a whole block of `size` bytes, for which the pieces have room; returns 0 where it is to be read. */
-int kvfs_stream_fd(int fd, const struct iovec *vectors, ssize_t pieces, uint64_t size)
-{
+int kvfs_stream_fd(int fd, const struct iovec *vectors, ssize_t pieces, uint64_t size) {
     struct stat found;
     if (fstat(fd, &found) != 0 || (uint64_t)found.st_size != size ||
         (uint64_t)found.st_blocks * 512 != kvfs_page_up(size))
         return 0;
     uint8_t *place = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
-    if (place == MAP_FAILED)
-        return 0;
+    if (place == MAP_FAILED) return 0;
     uint64_t done = 0;
     for (ssize_t i = 0; i < pieces && done < size; i++) {
         uint64_t length = vectors[i].iov_len < size - done ? vectors[i].iov_len : size - done;
@@ -66,8 +63,7 @@ int kvfs_stream_fd(int fd, const struct iovec *vectors, ssize_t pieces, uint64_t
     return 1;
 }
 #else
-int kvfs_stream_fd(int fd, const struct iovec *vectors, ssize_t pieces, uint64_t size)
-{
+int kvfs_stream_fd(int fd, const struct iovec *vectors, ssize_t pieces, uint64_t size) {
     (void)fd, (void)vectors, (void)pieces, (void)size;
     return 0;
 }

@@ -59,8 +59,7 @@ struct kvfs_records {
     uint32_t *index, mask;
 };
 
-static inline uint64_t kvfs_record_mix(uint64_t x)
-{
+static inline uint64_t kvfs_record_mix(uint64_t x) {
     x ^= x >> 33;
     x *= 0xff51afd7ed558ccdull;
     x ^= x >> 33;
@@ -68,21 +67,17 @@ static inline uint64_t kvfs_record_mix(uint64_t x)
     return x ^ (x >> 33);
 }
 
-static inline uint32_t kvfs_records_home(const struct kvfs_records *r, uint64_t id)
-{
+static inline uint32_t kvfs_records_home(const struct kvfs_records *r, uint64_t id) {
     return (uint32_t)kvfs_record_mix(id) & r->mask;
 }
 
-static inline uint32_t *kvfs_records_new_index(uint32_t places)
-{
+static inline uint32_t *kvfs_records_new_index(uint32_t places) {
     uint32_t *index = malloc(places * sizeof *index);
-    if (index)
-        memset(index, 0xff, places * sizeof *index);
+    if (index) memset(index, 0xff, places * sizeof *index);
     return index;
 }
 
-static inline int kvfs_records_init(struct kvfs_records *r)
-{
+static inline int kvfs_records_init(struct kvfs_records *r) {
     memset(r, 0, sizeof *r);
     r->free = KVFS_RECORD_NONE;
     r->mask = KVFS_RECORD_MIN_INDEX - 1;
@@ -90,64 +85,51 @@ static inline int kvfs_records_init(struct kvfs_records *r)
     return r->index ? 0 : -ENOMEM;
 }
 
-static inline void kvfs_records_free(struct kvfs_records *r)
-{
+static inline void kvfs_records_free(struct kvfs_records *r) {
     free(r->rows);
     free(r->index);
     memset(r, 0, sizeof *r);
 }
 
 /* The place in the index of this id, or the empty one where it would be. */
-static inline uint32_t kvfs_records_place(const struct kvfs_records *r, uint64_t id)
-{
+static inline uint32_t kvfs_records_place(const struct kvfs_records *r, uint64_t id) {
     uint32_t at = kvfs_records_home(r, id);
-    while (r->index[at] != KVFS_RECORD_NONE && r->rows[r->index[at]].object_id != id)
-        at = (at + 1) & r->mask;
+    while (r->index[at] != KVFS_RECORD_NONE && r->rows[r->index[at]].object_id != id) at = (at + 1) & r->mask;
     return at;
 }
 
-static inline struct kvfs_record *kvfs_records_find(const struct kvfs_records *r, uint64_t id)
-{
+static inline struct kvfs_record *kvfs_records_find(const struct kvfs_records *r, uint64_t id) {
     uint32_t row = r->index[kvfs_records_place(r, id)];
     return row == KVFS_RECORD_NONE ? NULL : &r->rows[row];
 }
 
-static inline int kvfs_records_grow_index(struct kvfs_records *r)
-{
-    if (r->mask > UINT32_MAX / 2)
-        return -ENOMEM;
+static inline int kvfs_records_grow_index(struct kvfs_records *r) {
+    if (r->mask > UINT32_MAX / 2) return -ENOMEM;
     uint32_t places = 2 * (r->mask + 1), *index = kvfs_records_new_index(places);
-    if (!index)
-        return -ENOMEM;
+    if (!index) return -ENOMEM;
     free(r->index);
     r->index = index;
     r->mask = places - 1;
     for (uint32_t row = 0; row < r->used; row++)
-        if (r->rows[row].flags & KVFS_RECORD_USED)
-            index[kvfs_records_place(r, r->rows[row].object_id)] = row;
+        if (r->rows[row].flags & KVFS_RECORD_USED) index[kvfs_records_place(r, r->rows[row].object_id)] = row;
     return 0;
 }
 
-static inline int kvfs_records_grow(struct kvfs_records *r)
-{
+static inline int kvfs_records_grow(struct kvfs_records *r) {
     uint64_t room = r->room + r->room / KVFS_RECORD_GROWTH_SHARE + 256ull;
     struct kvfs_record *rows = room < KVFS_RECORD_NONE ? realloc(r->rows, room * sizeof *rows) : NULL;
-    if (!rows)
-        return -ENOMEM;
+    if (!rows) return -ENOMEM;
     r->rows = rows;
     r->room = (uint32_t)room;
     return 0;
 }
 
 /* A row of zeros with this id, which has none yet; NULL: no memory. */
-static inline struct kvfs_record *kvfs_records_insert(struct kvfs_records *r, uint64_t id)
-{
-    if (r->count >= r->mask / 4u * 3u && kvfs_records_grow_index(r) < 0)
-        return NULL;
+static inline struct kvfs_record *kvfs_records_insert(struct kvfs_records *r, uint64_t id) {
+    if (r->count >= r->mask / 4u * 3u && kvfs_records_grow_index(r) < 0) return NULL;
     uint32_t row = r->free;
     if (row == KVFS_RECORD_NONE) {
-        if (r->used == r->room && kvfs_records_grow(r) < 0)
-            return NULL;
+        if (r->used == r->room && kvfs_records_grow(r) < 0) return NULL;
         row = r->used++;
     } else {
         r->free = r->rows[row].size_bytes;
@@ -161,11 +143,9 @@ static inline struct kvfs_record *kvfs_records_insert(struct kvfs_records *r, ui
     return record;
 }
 
-static inline void kvfs_records_remove(struct kvfs_records *r, uint64_t id)
-{
+static inline void kvfs_records_remove(struct kvfs_records *r, uint64_t id) {
     uint32_t hole = kvfs_records_place(r, id), row = r->index[hole];
-    if (row == KVFS_RECORD_NONE)
-        return;
+    if (row == KVFS_RECORD_NONE) return;
     for (uint32_t at = (hole + 1) & r->mask; r->index[at] != KVFS_RECORD_NONE; at = (at + 1) & r->mask) {
         uint32_t home = kvfs_records_home(r, r->rows[r->index[at]].object_id);
         if (((at - home) & r->mask) >= ((at - hole) & r->mask)) {

@@ -26,52 +26,43 @@ struct kvfs_transition {
     uint32_t change; /* column << 2 | change + 1; 0: none */
 };
 
-int kvfs_sets_init(struct kvfs_sets *s)
-{
+int kvfs_sets_init(struct kvfs_sets *s) {
     memset(s, 0, sizeof *s);
     s->heads = calloc(HEADS, sizeof *s->heads);
     s->transitions = calloc(TRANSITIONS, sizeof *s->transitions);
     s->chunks[0] = calloc(KVFS_SET_CHUNK, sizeof **s->chunks);
-    if (!s->heads || !s->transitions || !s->chunks[0])
-        return -ENOMEM;
+    if (!s->heads || !s->transitions || !s->chunks[0]) return -ENOMEM;
     s->chunks[0]->producer = KVFS_NO_PRODUCER;
     s->chunks[0]->refs = 1;
     s->begun = s->words = 1;
     return 0;
 }
 
-void kvfs_sets_destroy(struct kvfs_sets *s)
-{
-    for (uint32_t i = 0; i < KVFS_SET_CHUNKS; i++)
-        free(s->chunks[i]);
+void kvfs_sets_destroy(struct kvfs_sets *s) {
+    for (uint32_t i = 0; i < KVFS_SET_CHUNKS; i++) free(s->chunks[i]);
     free(s->heads);
     free(s->transitions);
 }
 
-uint64_t kvfs_sets_bytes(const struct kvfs_sets *s)
-{
+uint64_t kvfs_sets_bytes(const struct kvfs_sets *s) {
     const uint64_t chunks = (s->begun + KVFS_SET_CHUNK - 1) / KVFS_SET_CHUNK;
     return HEADS * sizeof *s->heads + TRANSITIONS * sizeof *s->transitions +
            chunks * KVFS_SET_CHUNK * sizeof(struct kvfs_set);
 }
 
-void kvfs_sets_open(struct kvfs_sets *s, uint32_t column)
-{
+void kvfs_sets_open(struct kvfs_sets *s, uint32_t column) {
     s->live[column / 64] |= 1ull << column % 64;
-    if (s->words <= column / 64)
-        s->words = column / 64 + 1;
+    if (s->words <= column / 64) s->words = column / 64 + 1;
 }
 
-void kvfs_sets_close(struct kvfs_sets *s, uint32_t column)
-{
+void kvfs_sets_close(struct kvfs_sets *s, uint32_t column) {
     s->live[column / 64] &= ~(1ull << column % 64);
     memset(s->transitions, 0, TRANSITIONS * sizeof *s->transitions);
 }
 
 /* --- the sets ----------------------------------------------------------------------------------------------------- */
 /* Of the words that are not 0, so that it stays when more come into use. */
-static uint32_t *head_of(const struct kvfs_sets *s, const struct kvfs_set *wanted)
-{
+static uint32_t *head_of(const struct kvfs_sets *s, const struct kvfs_set *wanted) {
     uint64_t hash = (uint64_t)wanted->producer * 0x9e3779b97f4a7c15ull;
     for (uint32_t i = 0; i < s->words; i++) {
         if (wanted->words[i]) {
@@ -82,30 +73,25 @@ static uint32_t *head_of(const struct kvfs_sets *s, const struct kvfs_set *wante
     return &s->heads[(hash ^ hash >> 29) % HEADS];
 }
 
-static int is_same(const struct kvfs_sets *s, const struct kvfs_set *a, const struct kvfs_set *b)
-{
+static int is_same(const struct kvfs_sets *s, const struct kvfs_set *a, const struct kvfs_set *b) {
     return a->producer == b->producer && memcmp(a->words, b->words, s->words * sizeof *a->words) == 0;
 }
 
 /* The number of a set that is free, or -ENOMEM. */
-static int64_t take_free(struct kvfs_sets *s)
-{
+static int64_t take_free(struct kvfs_sets *s) {
     uint32_t set = s->free;
     if (set) {
         s->free = kvfs_set_at(s, set)->chain;
         return set;
     }
-    if (s->begun == KVFS_SET_CHUNK * KVFS_SET_CHUNKS)
-        return -ENOMEM;
+    if (s->begun == KVFS_SET_CHUNK * KVFS_SET_CHUNKS) return -ENOMEM;
     struct kvfs_set **chunk = &s->chunks[s->begun / KVFS_SET_CHUNK];
-    if (!*chunk)
-        *chunk = calloc(KVFS_SET_CHUNK, sizeof **chunk);
+    if (!*chunk) *chunk = calloc(KVFS_SET_CHUNK, sizeof **chunk);
     return *chunk ? (int64_t)s->begun++ : -ENOMEM;
 }
 
 /* The one set like this, with a reference to it. */
-static int64_t intern(struct kvfs_sets *s, const struct kvfs_set *wanted)
-{
+static int64_t intern(struct kvfs_sets *s, const struct kvfs_set *wanted) {
     uint32_t *head = head_of(s, wanted);
     for (uint32_t i = *head; i; i = kvfs_set_at(s, i)->chain) {
         if (is_same(s, kvfs_set_at(s, i), wanted)) {
@@ -114,8 +100,7 @@ static int64_t intern(struct kvfs_sets *s, const struct kvfs_set *wanted)
         }
     }
     const int64_t set = take_free(s);
-    if (set < 0)
-        return set;
+    if (set < 0) return set;
     struct kvfs_set *made = kvfs_set_at(s, (uint32_t)set);
     memcpy(made->words, wanted->words, sizeof made->words);
     made->producer = wanted->producer;
@@ -126,14 +111,11 @@ static int64_t intern(struct kvfs_sets *s, const struct kvfs_set *wanted)
     return set;
 }
 
-void kvfs_sets_release(struct kvfs_sets *s, uint32_t set)
-{
+void kvfs_sets_release(struct kvfs_sets *s, uint32_t set) {
     struct kvfs_set *gone = kvfs_set_at(s, set);
-    if (!set || --gone->refs)
-        return;
+    if (!set || --gone->refs) return;
     uint32_t *link = head_of(s, gone);
-    while (*link != set)
-        link = &kvfs_set_at(s, *link)->chain;
+    while (*link != set) link = &kvfs_set_at(s, *link)->chain;
     *link = gone->chain;
     gone->generation++;
     gone->chain = s->free;
@@ -144,12 +126,10 @@ void kvfs_sets_release(struct kvfs_sets *s, uint32_t set)
 /* --- changes ------------------------------------------------------------------------------------------------------ */
 /* Writes what a set becomes; whether somebody is in it. */
 static int apply(const struct kvfs_sets *s, const struct kvfs_set *from, enum kvfs_set_change change, uint32_t column,
-                 int64_t producer, struct kvfs_set *to)
-{
+                 int64_t producer, struct kvfs_set *to) {
     uint64_t before = 0, after = 0;
     memset(to, 0, sizeof *to);
-    for (uint32_t i = 0; i < s->words; i++)
-        before |= to->words[i] = from->words[i] & s->live[i];
+    for (uint32_t i = 0; i < s->words; i++) before |= to->words[i] = from->words[i] & s->live[i];
     to->producer = before ? from->producer : KVFS_NO_PRODUCER;
     if (change == KVFS_SET_ADD || change == KVFS_SET_PRODUCE)
         to->words[column / 64] |= 1ull << column % 64;
@@ -159,29 +139,24 @@ static int apply(const struct kvfs_sets *s, const struct kvfs_set *from, enum kv
         to->producer = producer;
     else if (change == KVFS_SET_PRODUCED && to->producer == producer)
         to->producer = KVFS_NO_PRODUCER;
-    for (uint32_t i = 0; i < s->words; i++)
-        after |= to->words[i];
+    for (uint32_t i = 0; i < s->words; i++) after |= to->words[i];
     return after != 0;
 }
 
 static int64_t compute(struct kvfs_sets *s, uint32_t from, enum kvfs_set_change change, uint32_t column,
-                       int64_t producer)
-{
+                       int64_t producer) {
     struct kvfs_set to;
     return apply(s, kvfs_set_at(s, from), change, column, producer, &to) ? intern(s, &to) : 0;
 }
 
 int64_t kvfs_sets_change(struct kvfs_sets *s, uint32_t from, enum kvfs_set_change change, uint32_t column,
-                         int64_t producer)
-{
-    if (change > KVFS_SET_SWEEP)
-        return compute(s, from, change, column, producer);
+                         int64_t producer) {
+    if (change > KVFS_SET_SWEEP) return compute(s, from, change, column, producer);
     const uint32_t wanted = column << 2 | (change + 1);
     struct kvfs_transition *t = &s->transitions[(from * 0x9e3779b1u ^ wanted * 0x85ebca6bu) >> 8 & (TRANSITIONS - 1)];
     if (t->change == wanted && t->from == from && t->from_generation == kvfs_set_at(s, from)->generation &&
         t->to_generation == kvfs_set_at(s, t->to)->generation) {
-        if (t->to)
-            kvfs_set_at(s, t->to)->refs++;
+        if (t->to) kvfs_set_at(s, t->to)->refs++;
         return t->to;
     }
     const int64_t to = compute(s, from, change, column, producer);

@@ -50,13 +50,11 @@ int64_t kvfs_sets_change(struct kvfs_sets *s, uint32_t set, enum kvfs_set_change
                          int64_t producer);
 void kvfs_sets_release(struct kvfs_sets *s, uint32_t set);
 
-static inline struct kvfs_set *kvfs_set_at(const struct kvfs_sets *s, uint32_t set)
-{
+static inline struct kvfs_set *kvfs_set_at(const struct kvfs_sets *s, uint32_t set) {
     return &s->chunks[set / KVFS_SET_CHUNK][set % KVFS_SET_CHUNK];
 }
 
-static inline int kvfs_set_has(const struct kvfs_set *set, uint32_t column)
-{
+static inline int kvfs_set_has(const struct kvfs_set *set, uint32_t column) {
     return (set->words[column / 64] >> column % 64 & 1) != 0;
 }
 

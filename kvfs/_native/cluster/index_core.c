@@ -50,58 +50,47 @@ static void put_bit(uint64_t *words, uint32_t bit) { words[bit / 64] |= 1ull << 
 static void take_bit(uint64_t *words, uint32_t bit) { words[bit / 64] &= ~(1ull << bit % 64); }
 static int has_bit(const uint64_t *words, uint32_t bit) { return (words[bit / 64] >> bit % 64 & 1) != 0; }
 
-static int is_zero(const uint64_t *words)
-{
+static int is_zero(const uint64_t *words) {
     uint64_t all = 0;
-    for (uint32_t i = 0; i < KVFS_SET_WORDS; i++)
-        all |= words[i];
+    for (uint32_t i = 0; i < KVFS_SET_WORDS; i++) all |= words[i];
     return all == 0;
 }
 
-static uint32_t free_column(const struct kvfs_cluster *c, uint32_t wanted)
-{
-    if (!has_bit(c->taken, wanted))
-        return wanted;
+static uint32_t free_column(const struct kvfs_cluster *c, uint32_t wanted) {
+    if (!has_bit(c->taken, wanted)) return wanted;
     for (uint32_t i = 0; i < KVFS_SET_WORDS; i++)
-        if (~c->taken[i])
-            return 64 * i + (uint32_t)__builtin_ctzll(~c->taken[i]);
+        if (~c->taken[i]) return 64 * i + (uint32_t)__builtin_ctzll(~c->taken[i]);
     return NO_COLUMN;
 }
 
 /* A source has a column from its first block on. There are more columns than sources, so a pass frees one at the last; who
  * clears no further source while KVFS_COLUMNS - KVFS_CLUSTER_SOURCES are not swept never waits for that. */
-static uint32_t column_for(struct kvfs_cluster *c, uint32_t source)
-{
+static uint32_t column_for(struct kvfs_cluster *c, uint32_t source) {
     if (c->column_of[source] == NO_COLUMN) {
         uint32_t column;
-        while ((column = free_column(c, source)) == NO_COLUMN)
-            kvfs_cluster_sweep(c, 1);
+        while ((column = free_column(c, source)) == NO_COLUMN) kvfs_cluster_sweep(c, 1);
         c->column_of[source] = column;
         c->source_of[column] = source;
         put_bit(c->taken, column);
-        if (column == source)
-            put_bit(c->own, column);
+        if (column == source) put_bit(c->own, column);
         kvfs_sets_open(&c->sets, column);
     }
     return c->column_of[source];
 }
 
 /* The sources of the columns. */
-static void translate(const struct kvfs_cluster *c, const uint64_t *columns, uint64_t *sources)
-{
+static void translate(const struct kvfs_cluster *c, const uint64_t *columns, uint64_t *sources) {
     memset(sources, 0, KVFS_CLUSTER_MASK_WORDS * sizeof *sources);
     for (uint32_t i = 0; i < c->sets.words; i++) {
         const uint64_t live = columns[i] & c->sets.live[i];
-        if (i < KVFS_CLUSTER_MASK_WORDS)
-            sources[i] |= live & c->own[i];
+        if (i < KVFS_CLUSTER_MASK_WORDS) sources[i] |= live & c->own[i];
         for (uint64_t left = live & ~c->own[i]; left; left &= left - 1)
             put_bit(sources, c->source_of[64 * i + (uint32_t)__builtin_ctzll(left)]);
     }
 }
 
 /* --- places ------------------------------------------------------------------------------------------------------- */
-static uint64_t hash_of(const struct kvfs_cluster *c, const uint8_t *key)
-{
+static uint64_t hash_of(const struct kvfs_cluster *c, const uint8_t *key) {
     uint64_t low, high;
     memcpy(&low, key, 8);
     memcpy(&high, key + 8, 8);
@@ -111,56 +100,47 @@ static uint64_t hash_of(const struct kvfs_cluster *c, const uint8_t *key)
 
 static uint64_t place_in_directory(const struct kvfs_cluster *c, uint64_t hash) { return hash >> (64 - c->depth); }
 
-static struct kvfs_segment *segment_of(const struct kvfs_cluster *c, uint64_t hash)
-{
+static struct kvfs_segment *segment_of(const struct kvfs_cluster *c, uint64_t hash) {
     return c->directory[place_in_directory(c, hash)];
 }
 
 /* The line that a block's search begins at, on its way to the processor. */
-static const struct kvfs_line *prefetch(const struct kvfs_cluster *c, const uint8_t *key)
-{
+static const struct kvfs_line *prefetch(const struct kvfs_cluster *c, const uint8_t *key) {
     const uint64_t hash = hash_of(c, key);
     const struct kvfs_line *line = &segment_of(c, hash)->lines[kvfs_line_of(hash)];
     __builtin_prefetch(line);
     return line;
 }
 
-static struct kvfs_place find(const struct kvfs_cluster *c, const uint8_t *key)
-{
+static struct kvfs_place find(const struct kvfs_cluster *c, const uint8_t *key) {
     const uint64_t hash = hash_of(c, key);
     return kvfs_segment_find(segment_of(c, hash), hash, key);
 }
 
-static uint32_t set_of(const struct kvfs_cluster *c, const uint8_t *key)
-{
+static uint32_t set_of(const struct kvfs_cluster *c, const uint8_t *key) {
     const struct kvfs_place found = find(c, key);
     return found.line ? found.line->sets[found.way] : 0;
 }
 
-static void drop(struct kvfs_cluster *c, struct kvfs_place gone)
-{
+static void drop(struct kvfs_cluster *c, struct kvfs_place gone) {
     const uint64_t hash = hash_of(c, gone.line->keys[gone.way]);
     kvfs_segment_drop(segment_of(c, hash), hash, gone);
     c->count--;
 }
 
 /* --- growth ------------------------------------------------------------------------------------------------------- */
-static int double_directory(struct kvfs_cluster *c)
-{
+static int double_directory(struct kvfs_cluster *c) {
     const uint64_t places = 1ull << c->depth;
     struct kvfs_segment **directory = c->depth < MAX_DEPTH ? realloc(c->directory, 2 * places * sizeof *directory)
                                                            : NULL;
-    if (!directory)
-        return -ENOMEM;
-    for (uint64_t i = places; i-- > 0;)
-        directory[2 * i] = directory[2 * i + 1] = directory[i];
+    if (!directory) return -ENOMEM;
+    for (uint64_t i = places; i-- > 0;) directory[2 * i] = directory[2 * i + 1] = directory[i];
     c->directory = directory;
     c->depth++;
     return 0;
 }
 
-static void move_entries(const struct kvfs_cluster *c, const struct kvfs_segment *old, struct kvfs_segment *halves[2])
-{
+static void move_entries(const struct kvfs_cluster *c, const struct kvfs_segment *old, struct kvfs_segment *halves[2]) {
     for (uint32_t i = 0; i < KVFS_CLUSTER_SEGMENT_BLOCKS; i++) {
         const struct kvfs_line *line = &old->lines[i / KVFS_WAYS];
         if (line->sets[i % KVFS_WAYS]) {
@@ -172,11 +152,9 @@ static void move_entries(const struct kvfs_cluster *c, const struct kvfs_segment
 }
 
 /* Split the segment of this hash. */
-static int split(struct kvfs_cluster *c, uint64_t hash)
-{
+static int split(struct kvfs_cluster *c, uint64_t hash) {
     struct kvfs_segment *old = segment_of(c, hash);
-    if (old->depth == c->depth && double_directory(c) < 0)
-        return -ENOMEM;
+    if (old->depth == c->depth && double_directory(c) < 0) return -ENOMEM;
     struct kvfs_segment *halves[2] = {kvfs_segment_new(&c->pool, old->depth + 1),
                                       kvfs_segment_new(&c->pool, old->depth + 1)};
     if (!halves[0] || !halves[1]) {
@@ -187,18 +165,15 @@ static int split(struct kvfs_cluster *c, uint64_t hash)
     move_entries(c, old, halves);
     const uint64_t half = 1ull << (c->depth - old->depth - 1);
     const uint64_t first = place_in_directory(c, hash) & ~(2 * half - 1);
-    for (uint64_t i = 0; i < 2 * half; i++)
-        c->directory[first + i] = halves[i / half];
+    for (uint64_t i = 0; i < 2 * half; i++) c->directory[first + i] = halves[i / half];
     kvfs_segment_free(&c->pool, old);
     return 0;
 }
 
 /* --- life --------------------------------------------------------------------------------------------------------- */
-struct kvfs_cluster *kvfs_cluster_new(uint64_t max_blocks, uint64_t seed)
-{
+struct kvfs_cluster *kvfs_cluster_new(uint64_t max_blocks, uint64_t seed) {
     struct kvfs_cluster *c = calloc(1, sizeof *c);
-    if (!c)
-        return NULL;
+    if (!c) return NULL;
     c->max_blocks = max_blocks;
     c->seed[0] = seed;
     c->seed[1] = seed * 0x9e3779b97f4a7c15ull ^ seed >> 29;
@@ -216,10 +191,8 @@ struct kvfs_cluster *kvfs_cluster_new(uint64_t max_blocks, uint64_t seed)
     return c;
 }
 
-void kvfs_cluster_free(struct kvfs_cluster *c)
-{
-    if (!c)
-        return;
+void kvfs_cluster_free(struct kvfs_cluster *c) {
+    if (!c) return;
     kvfs_segments_destroy(&c->pool);
     free(c->directory);
     kvfs_sets_destroy(&c->sets);
@@ -228,26 +201,22 @@ void kvfs_cluster_free(struct kvfs_cluster *c)
 
 uint64_t kvfs_cluster_count(const struct kvfs_cluster *c) { return c->count; }
 
-uint64_t kvfs_cluster_source_blocks(const struct kvfs_cluster *c, uint32_t source)
-{
+uint64_t kvfs_cluster_source_blocks(const struct kvfs_cluster *c, uint32_t source) {
     return c->column_of[source] == NO_COLUMN ? 0 : c->held[c->column_of[source]];
 }
 
-uint64_t kvfs_cluster_bytes(const struct kvfs_cluster *c)
-{
+uint64_t kvfs_cluster_bytes(const struct kvfs_cluster *c) {
     return sizeof *c + kvfs_segments_bytes(&c->pool) + (sizeof(void *) << c->depth) + kvfs_sets_bytes(&c->sets);
 }
 
 /* --- changes ------------------------------------------------------------------------------------------------------ */
-static void count_column(struct kvfs_cluster *c, uint32_t column, uint32_t from, uint32_t to)
-{
+static void count_column(struct kvfs_cluster *c, uint32_t column, uint32_t from, uint32_t to) {
     c->held[column] += (uint64_t)kvfs_set_has(kvfs_set_at(&c->sets, to), column);
     c->held[column] -= (uint64_t)kvfs_set_has(kvfs_set_at(&c->sets, from), column);
 }
 
 /* Give the block at a place another set, with the caller's reference to it; nobody in it ends the entry. */
-static void replace(struct kvfs_cluster *c, struct kvfs_place at, uint32_t to)
-{
+static void replace(struct kvfs_cluster *c, struct kvfs_place at, uint32_t to) {
     const uint32_t from = at.line->sets[at.way];
     if (to)
         at.line->sets[at.way] = to;
@@ -257,8 +226,7 @@ static void replace(struct kvfs_cluster *c, struct kvfs_place at, uint32_t to)
 }
 
 /* A block whose right set has no room is one that nobody holds: it is computed anew, which is safe. */
-static void replace_by_nobody(struct kvfs_cluster *c, struct kvfs_place at)
-{
+static void replace_by_nobody(struct kvfs_cluster *c, struct kvfs_place at) {
     const struct kvfs_set *set = kvfs_set_at(&c->sets, at.line->sets[at.way]);
     for (uint32_t column = 0; column < KVFS_COLUMNS; column++)
         c->held[column] -= (uint64_t)(has_bit(c->sets.live, column) && kvfs_set_has(set, column));
@@ -267,33 +235,25 @@ static void replace_by_nobody(struct kvfs_cluster *c, struct kvfs_place at)
 
 /* Give the block at a place the set that a change makes of its own. Whether there was room. */
 static int change_held(struct kvfs_cluster *c, struct kvfs_place at, enum kvfs_set_change change, uint32_t column,
-                       int64_t producer)
-{
+                       int64_t producer) {
     const uint32_t from = at.line->sets[at.way];
     const int64_t to = kvfs_sets_change(&c->sets, from, change, column, producer);
-    if (to < 0 && change != KVFS_SET_ADD && change != KVFS_SET_PRODUCE)
-        replace_by_nobody(c, at);
-    if (to < 0)
-        return 0;
-    if (change != KVFS_SET_SWEEP && change != KVFS_SET_PRODUCED)
-        count_column(c, column, from, (uint32_t)to);
+    if (to < 0 && change != KVFS_SET_ADD && change != KVFS_SET_PRODUCE) replace_by_nobody(c, at);
+    if (to < 0) return 0;
+    if (change != KVFS_SET_SWEEP && change != KVFS_SET_PRODUCED) count_column(c, column, from, (uint32_t)to);
     replace(c, at, (uint32_t)to);
     return 1;
 }
 
 /* Add a block that nobody holds. Whether there was room. */
 static int insert(struct kvfs_cluster *c, const uint8_t *key, enum kvfs_set_change change, uint32_t column,
-                  int64_t producer)
-{
+                  int64_t producer) {
     const uint64_t hash = hash_of(c, key);
-    if (c->count >= c->max_blocks)
-        return 0;
+    if (c->count >= c->max_blocks) return 0;
     while (segment_of(c, hash)->count >= KVFS_SEGMENT_FULL)
-        if (split(c, hash) < 0)
-            return 0;
+        if (split(c, hash) < 0) return 0;
     const int64_t set = kvfs_sets_change(&c->sets, 0, change, column, producer);
-    if (set < 0)
-        return 0;
+    if (set < 0) return 0;
     kvfs_segment_put(segment_of(c, hash), hash, key, (uint32_t)set);
     c->count++;
     c->held[column]++;
@@ -302,33 +262,25 @@ static int insert(struct kvfs_cluster *c, const uint8_t *key, enum kvfs_set_chan
 
 /* Whether there was room. */
 static int change_one(struct kvfs_cluster *c, const uint8_t *key, enum kvfs_set_change change, uint32_t column,
-                      int64_t producer)
-{
+                      int64_t producer) {
     const struct kvfs_place found = find(c, key);
-    if (found.line)
-        return change_held(c, found, change, column, producer);
-    if (change == KVFS_SET_ADD || change == KVFS_SET_PRODUCE)
-        return insert(c, key, change, column, producer);
+    if (found.line) return change_held(c, found, change, column, producer);
+    if (change == KVFS_SET_ADD || change == KVFS_SET_PRODUCE) return insert(c, key, change, column, producer);
     return 1;
 }
 
 int64_t kvfs_cluster_change(struct kvfs_cluster *c, enum kvfs_set_change change, uint32_t source, int64_t producer,
-                            const uint8_t *hashes, size_t count)
-{
+                            const uint8_t *hashes, size_t count) {
     const int adds = change == KVFS_SET_ADD || change == KVFS_SET_PRODUCE;
     const uint32_t column = adds ? column_for(c, source) : c->column_of[source];
     const uint64_t before = column == NO_COLUMN ? 0 : c->held[column];
     int64_t refused = 0;
-    if (change == KVFS_SET_REMOVE && column == NO_COLUMN)
-        return 0;
-    for (size_t i = 0; i < count && i < AHEAD; i++)
-        prefetch(c, hashes + i * HASH);
+    if (change == KVFS_SET_REMOVE && column == NO_COLUMN) return 0;
+    for (size_t i = 0; i < count && i < AHEAD; i++) prefetch(c, hashes + i * HASH);
     for (size_t i = 0; i < count; i++) {
-        if (i + AHEAD < count)
-            prefetch(c, hashes + (i + AHEAD) * HASH);
+        if (i + AHEAD < count) prefetch(c, hashes + (i + AHEAD) * HASH);
         refused += !change_one(c, hashes + i * HASH, change, column, producer);
-        if (++c->changes % CHANGES_PER_SWEEP == 0)
-            kvfs_cluster_sweep(c, 1);
+        if (++c->changes % CHANGES_PER_SWEEP == 0) kvfs_cluster_sweep(c, 1);
     }
     return change == KVFS_SET_REMOVE ? (int64_t)(before - c->held[column]) : refused;
 }
@@ -336,8 +288,7 @@ int64_t kvfs_cluster_change(struct kvfs_cluster *c, enum kvfs_set_change change,
 /* --- sources that were cleared ------------------------------------------------------------------------------------ */
 int kvfs_cluster_is_swept(const struct kvfs_cluster *c) { return is_zero(c->sweeping); }
 
-uint32_t kvfs_cluster_unswept(const struct kvfs_cluster *c)
-{
+uint32_t kvfs_cluster_unswept(const struct kvfs_cluster *c) {
     uint32_t count = 0;
     for (uint32_t i = 0; i < KVFS_SET_WORDS; i++)
         count += (uint32_t)__builtin_popcountll(c->taken[i] & ~c->sets.live[i]);
@@ -345,16 +296,13 @@ uint32_t kvfs_cluster_unswept(const struct kvfs_cluster *c)
 }
 
 /* Whether a set has a column that is not live. */
-static int is_stale(const struct kvfs_sets *s, const struct kvfs_set *set)
-{
+static int is_stale(const struct kvfs_sets *s, const struct kvfs_set *set) {
     uint64_t stale = 0;
-    for (uint32_t i = 0; i < s->words; i++)
-        stale |= set->words[i] & ~s->live[i];
+    for (uint32_t i = 0; i < s->words; i++) stale |= set->words[i] & ~s->live[i];
     return stale != 0;
 }
 
-static void sweep_segment(struct kvfs_cluster *c, struct kvfs_segment *segment)
-{
+static void sweep_segment(struct kvfs_cluster *c, struct kvfs_segment *segment) {
     for (uint32_t i = 0; i < KVFS_CLUSTER_SEGMENT_BLOCKS; i++) {
         const struct kvfs_place at = {&segment->lines[i / KVFS_WAYS], i % KVFS_WAYS};
         const uint32_t set = at.line->sets[at.way];
@@ -364,36 +312,30 @@ static void sweep_segment(struct kvfs_cluster *c, struct kvfs_segment *segment)
 }
 
 /* Frees the columns of the pass, and begins another for those whose sources were cleared meanwhile. */
-static void end_pass(struct kvfs_cluster *c)
-{
+static void end_pass(struct kvfs_cluster *c) {
     for (uint32_t i = 0; i < KVFS_SET_WORDS; i++) {
         c->taken[i] &= ~c->sweeping[i];
         c->sweeping[i] = c->taken[i] & ~c->sets.live[i];
     }
 }
 
-void kvfs_cluster_sweep(struct kvfs_cluster *c, uint64_t segments)
-{
+void kvfs_cluster_sweep(struct kvfs_cluster *c, uint64_t segments) {
     for (; segments && !kvfs_cluster_is_swept(c); segments--) {
         struct kvfs_segment *segment = segment_of(c, c->cursor);
         sweep_segment(c, segment);
         c->cursor += 1ull << (64 - segment->depth);
-        if (!c->cursor)
-            end_pass(c);
+        if (!c->cursor) end_pass(c);
     }
 }
 
-void kvfs_cluster_clear(struct kvfs_cluster *c, uint32_t source)
-{
+void kvfs_cluster_clear(struct kvfs_cluster *c, uint32_t source) {
     const uint32_t column = c->column_of[source];
-    if (column == NO_COLUMN || !c->held[column])
-        return;
+    if (column == NO_COLUMN || !c->held[column]) return;
     c->column_of[source] = NO_COLUMN;
     c->held[column] = 0;
     take_bit(c->own, column);
     kvfs_sets_close(&c->sets, column);
-    if (kvfs_cluster_is_swept(c))
-        put_bit(c->sweeping, column);
+    if (kvfs_cluster_is_swept(c)) put_bit(c->sweeping, column);
 }
 
 /* --- walks ---------------------------------------------------------------------------------------------------- */
@@ -406,34 +348,28 @@ struct walk {
     const struct kvfs_line *ahead[AHEAD];
 };
 
-static uint32_t look(struct walk *walk)
-{
-    if (walk->at >= walk->count)
-        return 0;
+static uint32_t look(struct walk *walk) {
+    if (walk->at >= walk->count) return 0;
     const uint8_t *key = walk->hashes + walk->at * HASH;
     const struct kvfs_line *line = walk->ahead[walk->at % AHEAD];
     if (walk->at + AHEAD < walk->count)
         walk->ahead[walk->at % AHEAD] = prefetch(walk->index, key + (size_t)AHEAD * HASH);
     for (uint64_t ways = kvfs_ways_of(line, key); ways; ways &= ways - 1)
-        if (line->sets[__builtin_ctzll(ways)])
-            return line->sets[__builtin_ctzll(ways)];
+        if (line->sets[__builtin_ctzll(ways)]) return line->sets[__builtin_ctzll(ways)];
     return line->passed ? set_of(walk->index, key) : 0;
 }
 
-static void begin_walk(struct walk *walk, const struct kvfs_cluster *c, const uint8_t *hashes, size_t count)
-{
+static void begin_walk(struct walk *walk, const struct kvfs_cluster *c, const uint8_t *hashes, size_t count) {
     walk->index = c;
     walk->hashes = hashes;
     walk->count = count;
     walk->at = 0;
-    for (size_t i = 0; i < count && i < AHEAD; i++)
-        walk->ahead[i] = prefetch(c, hashes + i * HASH);
+    for (size_t i = 0; i < count && i < AHEAD; i++) walk->ahead[i] = prefetch(c, hashes + i * HASH);
     walk->set = look(walk);
 }
 
 /* The set of the next blocks, which are those before `at` from where it was on; 0 at the end. */
-static uint32_t next_stretch(struct walk *walk)
-{
+static uint32_t next_stretch(struct walk *walk) {
     const uint32_t set = walk->set;
     while (set && walk->set == set) {
         walk->at++;
@@ -443,17 +379,14 @@ static uint32_t next_stretch(struct walk *walk)
 }
 
 /* 1 and the next run, or 0. */
-static int next_run(struct walk *walk, struct kvfs_run *run)
-{
+static int next_run(struct walk *walk, struct kvfs_run *run) {
     const struct kvfs_sets *sets = &walk->index->sets;
     const size_t first = walk->at;
     const struct kvfs_set *set = kvfs_set_at(sets, walk->set);
     uint64_t any = 0;
     translate(walk->index, set->words, run->holders);
-    for (uint32_t i = 0; i < KVFS_CLUSTER_MASK_WORDS; i++)
-        any |= run->holders[i];
-    if (!any)
-        return 0;
+    for (uint32_t i = 0; i < KVFS_CLUSTER_MASK_WORDS; i++) any |= run->holders[i];
+    if (!any) return 0;
     run->producer = set->producer;
     next_stretch(walk);
     /* Sets may differ in columns of nobody alone. */
@@ -461,31 +394,26 @@ static int next_run(struct walk *walk, struct kvfs_run *run)
         uint64_t holders[KVFS_CLUSTER_MASK_WORDS];
         const struct kvfs_set *other = kvfs_set_at(sets, walk->set);
         translate(walk->index, other->words, holders);
-        if (other->producer != run->producer || memcmp(holders, run->holders, sizeof holders) != 0)
-            break;
+        if (other->producer != run->producer || memcmp(holders, run->holders, sizeof holders) != 0) break;
         next_stretch(walk);
     }
     run->blocks = walk->at - first;
     return 1;
 }
 
-int kvfs_cluster_runs(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, struct kvfs_runs *runs)
-{
+int kvfs_cluster_runs(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, struct kvfs_runs *runs) {
     struct walk walk;
     begin_walk(&walk, c, hashes, count);
     for (runs->count = 0;; runs->count++) {
         struct kvfs_run *grown = kvfs_grow(runs->at, &runs->room, runs->count + 1, sizeof *grown);
-        if (!grown)
-            return -ENOMEM;
+        if (!grown) return -ENOMEM;
         runs->at = grown;
-        if (!next_run(&walk, &runs->at[runs->count]))
-            return 0;
+        if (!next_run(&walk, &runs->at[runs->count])) return 0;
     }
 }
 
 size_t kvfs_cluster_match(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count,
-                          struct kvfs_depth depths[KVFS_CLUSTER_SOURCES])
-{
+                          struct kvfs_depth depths[KVFS_CLUSTER_SOURCES]) {
     struct walk walk;
     begin_walk(&walk, c, hashes, count);
     uint64_t left[KVFS_SET_WORDS], any = 1;
@@ -506,8 +434,7 @@ size_t kvfs_cluster_match(const struct kvfs_cluster *c, const uint8_t *hashes, s
 }
 
 void kvfs_cluster_depths(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, const uint64_t *masks,
-                         size_t mask_count, uint64_t *depths)
-{
+                         size_t mask_count, uint64_t *depths) {
     struct walk walk;
     begin_walk(&walk, c, hashes, count);
     uint64_t sources[KVFS_CLUSTER_MASK_WORDS], at = 0;
@@ -527,19 +454,17 @@ void kvfs_cluster_depths(const struct kvfs_cluster *c, const uint8_t *hashes, si
     }
 }
 
-int kvfs_cluster_holds(const struct kvfs_cluster *c, uint32_t source, const uint8_t *hash)
-{
+int kvfs_cluster_holds(const struct kvfs_cluster *c, uint32_t source, const uint8_t *hash) {
     const uint32_t column = c->column_of[source];
     return column != NO_COLUMN && kvfs_set_has(kvfs_set_at(&c->sets, set_of(c, hash)), column);
 }
 
-void kvfs_cluster_holders(const struct kvfs_cluster *c, const uint8_t *hash, uint64_t holders[KVFS_CLUSTER_MASK_WORDS])
-{
+void kvfs_cluster_holders(const struct kvfs_cluster *c, const uint8_t *hash,
+                          uint64_t holders[KVFS_CLUSTER_MASK_WORDS]) {
     translate(c, kvfs_set_at(&c->sets, set_of(c, hash))->words, holders);
 }
 
-size_t kvfs_cluster_list(const struct kvfs_cluster *c, uint32_t source, uint64_t *cursor, uint8_t *hashes)
-{
+size_t kvfs_cluster_list(const struct kvfs_cluster *c, uint32_t source, uint64_t *cursor, uint8_t *hashes) {
     const uint32_t column = c->column_of[source];
     const struct kvfs_segment *segment = segment_of(c, *cursor);
     size_t found = 0;

@@ -31,22 +31,18 @@ struct waiting_list {
 };
 
 /* --- jobs --------------------------------------------------------------------------------------------------------- */
-int kvfs_jobs_init(struct kvfs_jobs *jobs, uint32_t room)
-{
+int kvfs_jobs_init(struct kvfs_jobs *jobs, uint32_t room) {
     uint32_t heads = 64;
-    while (heads < room)
-        heads *= 2;
+    while (heads < room) heads *= 2;
     *jobs = (struct kvfs_jobs){.mask = heads - 1, .room = room, .free = KVFS_NO_JOB};
     jobs->at = calloc(room, sizeof *jobs->at);
     jobs->heads = malloc(heads * sizeof *jobs->heads);
-    if (!jobs->at || !jobs->heads)
-        return -ENOMEM;
+    if (!jobs->at || !jobs->heads) return -ENOMEM;
     memset(jobs->heads, 0xff, heads * sizeof *jobs->heads);
     return 0;
 }
 
-void kvfs_jobs_destroy(struct kvfs_jobs *jobs)
-{
+void kvfs_jobs_destroy(struct kvfs_jobs *jobs) {
     for (uint32_t i = 0; i < jobs->begun; i++) {
         free(jobs->at[i].after);
         free(jobs->at[i].followers);
@@ -55,57 +51,45 @@ void kvfs_jobs_destroy(struct kvfs_jobs *jobs)
     free(jobs->heads);
 }
 
-static uint32_t *head_of(const struct kvfs_jobs *jobs, int64_t number)
-{
+static uint32_t *head_of(const struct kvfs_jobs *jobs, int64_t number) {
     return &jobs->heads[(uint64_t)number * 0x9e3779b97f4a7c15ull >> 32 & jobs->mask];
 }
 
-uint32_t kvfs_job_find(const struct kvfs_jobs *jobs, int64_t number)
-{
+uint32_t kvfs_job_find(const struct kvfs_jobs *jobs, int64_t number) {
     uint32_t job = *head_of(jobs, number);
-    while (job != KVFS_NO_JOB && jobs->at[job].number != number)
-        job = jobs->at[job].chain;
+    while (job != KVFS_NO_JOB && jobs->at[job].number != number) job = jobs->at[job].chain;
     return job;
 }
 
-static int add_follower(struct kvfs_job *job, struct kvfs_job_ref follower)
-{
+static int add_follower(struct kvfs_job *job, struct kvfs_job_ref follower) {
     struct kvfs_job_ref *grown = kvfs_grow(job->followers, &job->follower_room, job->follower_count + 1u,
                                            sizeof *grown);
-    if (!grown)
-        return -ENOMEM;
+    if (!grown) return -ENOMEM;
     job->followers = grown;
     job->followers[job->follower_count++] = follower;
     return 0;
 }
 
-static int has_after(const struct kvfs_job *job, uint32_t other)
-{
+static int has_after(const struct kvfs_job *job, uint32_t other) {
     for (uint32_t i = 0; i < job->after_count; i++)
-        if (job->after[i] == other)
-            return 1;
+        if (job->after[i] == other) return 1;
     return 0;
 }
 
-static int wait_for(struct kvfs_jobs *jobs, uint32_t job, const int64_t *after, uint32_t count)
-{
+static int wait_for(struct kvfs_jobs *jobs, uint32_t job, const int64_t *after, uint32_t count) {
     struct kvfs_job *j = &jobs->at[job];
     j->after = count ? malloc(count * sizeof *j->after) : NULL;
-    if (count && !j->after)
-        return -ENOMEM;
+    if (count && !j->after) return -ENOMEM;
     for (uint32_t i = 0; i < count; i++) {
         const uint32_t other = kvfs_job_find(jobs, after[i]);
-        if (other == KVFS_NO_JOB || jobs->at[other].is_done || has_after(j, other))
-            continue;
-        if (add_follower(&jobs->at[other], (struct kvfs_job_ref){job, j->serial}) < 0)
-            return -ENOMEM;
+        if (other == KVFS_NO_JOB || jobs->at[other].is_done || has_after(j, other)) continue;
+        if (add_follower(&jobs->at[other], (struct kvfs_job_ref){job, j->serial}) < 0) return -ENOMEM;
         j->after[j->after_count++] = other;
     }
     return 0;
 }
 
-uint32_t kvfs_job_new(struct kvfs_jobs *jobs, int64_t number, uint32_t instance, const int64_t *after, uint32_t count)
-{
+uint32_t kvfs_job_new(struct kvfs_jobs *jobs, int64_t number, uint32_t instance, const int64_t *after, uint32_t count) {
     uint32_t job = jobs->free;
     if (job != KVFS_NO_JOB)
         jobs->free = jobs->at[job].chain;
@@ -126,32 +110,26 @@ uint32_t kvfs_job_new(struct kvfs_jobs *jobs, int64_t number, uint32_t instance,
     return job;
 }
 
-void kvfs_job_finish(struct kvfs_jobs *jobs, uint32_t job)
-{
+void kvfs_job_finish(struct kvfs_jobs *jobs, uint32_t job) {
     struct kvfs_job *j = &jobs->at[job];
     uint32_t left = 0;
     j->is_done = 1;
     for (uint32_t i = 0; i < j->follower_count; i++) {
         const struct kvfs_job_ref ref = j->followers[i];
         struct kvfs_job *follower = &jobs->at[ref.job];
-        if (follower->serial != ref.serial || follower->is_done)
-            continue;
+        if (follower->serial != ref.serial || follower->is_done) continue;
         for (uint32_t k = 0; k < follower->after_count; k++)
-            if (follower->after[k] == job)
-                follower->after[k--] = follower->after[--follower->after_count];
+            if (follower->after[k] == job) follower->after[k--] = follower->after[--follower->after_count];
         j->followers[left++] = ref;
     }
     j->follower_count = left;
 }
 
-void kvfs_job_release(struct kvfs_jobs *jobs, uint32_t job)
-{
+void kvfs_job_release(struct kvfs_jobs *jobs, uint32_t job) {
     struct kvfs_job *j = &jobs->at[job];
-    if (!j->is_done || j->is_in_flight)
-        return;
+    if (!j->is_done || j->is_in_flight) return;
     uint32_t *link = head_of(jobs, j->number);
-    while (*link != job)
-        link = &jobs->at[*link].chain;
+    while (*link != job) link = &jobs->at[*link].chain;
     *link = j->chain;
     free(j->after);
     free(j->followers);
@@ -163,15 +141,13 @@ void kvfs_job_release(struct kvfs_jobs *jobs, uint32_t job)
 }
 
 /* When its blocks are there, as predicted, and from when on it holds others up for them. */
-static struct kvfs_waiting blocks_s(const struct kvfs_jobs *jobs, const struct kvfs_job *job)
-{
+static struct kvfs_waiting blocks_s(const struct kvfs_jobs *jobs, const struct kvfs_job *job) {
     struct kvfs_waiting waiting = {job->loaded_s, 0.0, job->service_s, job->finish_s + job->slack_s, 0};
     for (uint32_t i = 0; i < job->after_count; i++) {
         const struct kvfs_job *other = &jobs->at[job->after[i]];
         if (other->instance != job->instance) {
             waiting.ready_s = kvfs_later(waiting.ready_s, other->finish_s);
-            if (!other->is_started)
-                waiting.holds_s = kvfs_later(waiting.holds_s, other->finish_s - other->service_s);
+            if (!other->is_started) waiting.holds_s = kvfs_later(waiting.holds_s, other->finish_s - other->service_s);
         }
     }
     return waiting;
@@ -181,8 +157,7 @@ static struct kvfs_waiting blocks_s(const struct kvfs_jobs *jobs, const struct k
 static double sooner(double a, double b) { return b < a ? b : a; }
 
 /* Start the jobs that go before one of this service, removing them; when it starts itself. `ends_s` may be NULL. */
-static double advance(struct waiting_list *waiting, double free_s, double service_s, double *ends_s)
-{
+static double advance(struct waiting_list *waiting, double free_s, double service_s, double *ends_s) {
     double passed_s = 0.0;
     for (uint32_t place = 0; place < waiting->count;) {
         const struct kvfs_waiting w = waiting->at[place];
@@ -190,8 +165,7 @@ static double advance(struct waiting_list *waiting, double free_s, double servic
         const double latest_s = w.holds_s <= free_s ? w.ready_s : w.due_s - passed_s;
         if (w.ready_s <= free_s || (free_s + service_s > latest_s && latest_s >= w.ready_s)) {
             free_s = kvfs_later(w.ready_s, free_s) + w.service_s;
-            if (ends_s)
-                ends_s[w.place] = free_s;
+            if (ends_s) ends_s[w.place] = free_s;
             waiting->count--;
             memmove(&waiting->at[place], &waiting->at[place + 1], (waiting->count - place) * sizeof w);
             place = 0;
@@ -204,42 +178,34 @@ static double advance(struct waiting_list *waiting, double free_s, double servic
 }
 
 /* By when a job has to end that goes before those that wait; infinity where it may take any time. */
-static double held_s(const struct waiting_list *waiting, double free_s)
-{
+static double held_s(const struct waiting_list *waiting, double free_s) {
     double held = INFINITY, passed_s = 0.0;
     for (uint32_t i = 0; i < waiting->count; i++) {
         const struct kvfs_waiting *w = &waiting->at[i];
-        if (w->holds_s <= free_s)
-            return sooner(held, w->ready_s);
+        if (w->holds_s <= free_s) return sooner(held, w->ready_s);
         passed_s += w->service_s;
-        if (w->due_s - passed_s >= w->ready_s)
-            held = sooner(held, w->due_s - passed_s);
+        if (w->due_s - passed_s >= w->ready_s) held = sooner(held, w->due_s - passed_s);
     }
     return held;
 }
 
 /* How much later a job of this service may start and still go before those that wait. */
-static double margin_s(const struct waiting_list *waiting, double free_s, double service_s)
-{
+static double margin_s(const struct waiting_list *waiting, double free_s, double service_s) {
     double margin = INFINITY, passed_s = 0.0;
     const double end_s = free_s + service_s;
     for (uint32_t i = 0; i < waiting->count; i++) {
         const struct kvfs_waiting *w = &waiting->at[i];
-        if (w->holds_s <= free_s)
-            return sooner(margin, w->ready_s - end_s);
+        if (w->holds_s <= free_s) return sooner(margin, w->ready_s - end_s);
         passed_s += w->service_s;
-        if (w->due_s - passed_s >= w->ready_s)
-            margin = sooner(margin, w->due_s - passed_s - end_s);
+        if (w->due_s - passed_s >= w->ready_s) margin = sooner(margin, w->due_s - passed_s - end_s);
         margin = sooner(margin, kvfs_later(w->ready_s - end_s, w->holds_s - free_s));
     }
     return margin;
 }
 
 /* The opening behind the jobs so far, without a slack. */
-static struct kvfs_opening gap(struct waiting_list *waiting, double free_s, struct kvfs_openings *o)
-{
-    if (!waiting->count)
-        return (struct kvfs_opening){free_s, INFINITY, free_s, INFINITY};
+static struct kvfs_opening gap(struct waiting_list *waiting, double free_s, struct kvfs_openings *o) {
+    if (!waiting->count) return (struct kvfs_opening){free_s, INFINITY, free_s, INFINITY};
     free_s = advance(waiting, free_s, 0.0, o->ends_s);
     const double held = held_s(waiting, free_s);
     double later = free_s;
@@ -251,8 +217,7 @@ static struct kvfs_opening gap(struct waiting_list *waiting, double free_s, stru
     return (struct kvfs_opening){free_s, held, later, INFINITY};
 }
 
-static void end_all(struct waiting_list *waiting, double free_s, double *ends_s)
-{
+static void end_all(struct waiting_list *waiting, double free_s, double *ends_s) {
     free_s = advance(waiting, free_s, INFINITY, ends_s);
     for (uint32_t i = 0; i < waiting->count; i++) {
         free_s = kvfs_later(waiting->at[i].ready_s, free_s) + waiting->at[i].service_s;
@@ -260,11 +225,9 @@ static void end_all(struct waiting_list *waiting, double free_s, double *ends_s)
     }
 }
 
-static int grow_openings(struct kvfs_openings *o, uint32_t wanted)
-{
+static int grow_openings(struct kvfs_openings *o, uint32_t wanted) {
     const uint32_t room = wanted < 64 ? 64 : 2 * wanted;
-    if (wanted <= o->room)
-        return 0;
+    if (wanted <= o->room) return 0;
     void *at = realloc(o->at, room * sizeof *o->at);
     o->at = at ? at : o->at;
     void *waiting = realloc(o->waiting, room * sizeof *o->waiting);
@@ -273,27 +236,22 @@ static int grow_openings(struct kvfs_openings *o, uint32_t wanted)
     o->copy = copy ? copy : o->copy;
     void *ends_s = realloc(o->ends_s, room * sizeof *o->ends_s);
     o->ends_s = ends_s ? ends_s : o->ends_s;
-    if (!at || !waiting || !copy || !ends_s)
-        return -ENOMEM;
+    if (!at || !waiting || !copy || !ends_s) return -ENOMEM;
     o->room = room;
     return 0;
 }
 
-double kvfs_prefill_free_s(const struct kvfs_jobs *jobs, const struct kvfs_prefill *prefill, double now_s)
-{
+double kvfs_prefill_free_s(const struct kvfs_jobs *jobs, const struct kvfs_prefill *prefill, double now_s) {
     return prefill->running == KVFS_NO_JOB ? now_s : kvfs_later(jobs->at[prefill->running].finish_s, now_s);
 }
 
-double kvfs_queue_rank(const struct kvfs_prefill *prefill, double arrival_s, double service_s)
-{
+double kvfs_queue_rank(const struct kvfs_prefill *prefill, double arrival_s, double service_s) {
     return prefill->is_length_aware ? arrival_s + AGEING * service_s : arrival_s;
 }
 
 int kvfs_queue_openings(const struct kvfs_jobs *jobs, const struct kvfs_prefill *prefill, double free_s,
-                        struct kvfs_openings *o)
-{
-    if (grow_openings(o, prefill->count + 1) < 0)
-        return -ENOMEM;
+                        struct kvfs_openings *o) {
+    if (grow_openings(o, prefill->count + 1) < 0) return -ENOMEM;
     struct waiting_list waiting = {o->waiting, 0};
     for (uint32_t i = 0; i < prefill->count; i++) {
         const struct kvfs_job *job = &jobs->at[prefill->jobs[i]];
@@ -307,8 +265,7 @@ int kvfs_queue_openings(const struct kvfs_jobs *jobs, const struct kvfs_prefill 
         }
         if (waiting.count) {
             free_s = advance(&waiting, free_s, job->service_s, o->ends_s);
-            if (job->slack_s < INFINITY)
-                o->at[i].slack_s = margin_s(&waiting, free_s, job->service_s);
+            if (job->slack_s < INFINITY) o->at[i].slack_s = margin_s(&waiting, free_s, job->service_s);
         }
         free_s += job->service_s;
         o->ends_s[i] = free_s;
@@ -324,8 +281,7 @@ int kvfs_queue_openings(const struct kvfs_jobs *jobs, const struct kvfs_prefill 
 
 /* --- queues ------------------------------------------------------------------------------------------------------- */
 uint32_t kvfs_queue_place(const struct kvfs_jobs *jobs, const struct kvfs_prefill *prefill, double rank,
-                          double service_s, double ready_s, const struct kvfs_opening *openings)
-{
+                          double service_s, double ready_s, const struct kvfs_opening *openings) {
     uint32_t place = prefill->count, first = 0;
     for (uint32_t end = prefill->count; first < end;) {
         const uint32_t middle = (first + end) / 2;
@@ -339,32 +295,26 @@ uint32_t kvfs_queue_place(const struct kvfs_jobs *jobs, const struct kvfs_prefil
         const struct kvfs_opening *opening = &openings[place - 1];
         const double wait_s = ready_s - kvfs_start_s(opening, service_s, ready_s);
         slack_s = sooner(slack_s, opening->slack_s);
-        if (slack_s < (wait_s > 0.0 ? service_s + wait_s : service_s))
-            break;
+        if (slack_s < (wait_s > 0.0 ? service_s + wait_s : service_s)) break;
     }
     return place;
 }
 
-static void pop(struct kvfs_prefill *prefill, uint32_t place)
-{
+static void pop(struct kvfs_prefill *prefill, uint32_t place) {
     prefill->count--;
     memmove(&prefill->jobs[place], &prefill->jobs[place + 1], (prefill->count - place) * sizeof *prefill->jobs);
 }
 
 int kvfs_queue_add(struct kvfs_jobs *jobs, struct kvfs_prefill *prefill, uint32_t job, double free_s,
-                   struct kvfs_openings *openings)
-{
+                   struct kvfs_openings *openings) {
     struct kvfs_job *j = &jobs->at[job];
     uint32_t *grown = kvfs_grow(prefill->jobs, &prefill->room, prefill->count + 1u, sizeof *grown);
-    if (!grown)
-        return -ENOMEM;
+    if (!grown) return -ENOMEM;
     prefill->jobs = grown;
-    if (kvfs_queue_openings(jobs, prefill, free_s, openings) < 0)
-        return -ENOMEM;
+    if (kvfs_queue_openings(jobs, prefill, free_s, openings) < 0) return -ENOMEM;
     const double ready_s = blocks_s(jobs, j).ready_s;
     const uint32_t place = kvfs_queue_place(jobs, prefill, j->rank, j->service_s, ready_s, openings->at);
-    if (place)
-        j->rank = kvfs_later(j->rank, jobs->at[prefill->jobs[place - 1]].rank);
+    if (place) j->rank = kvfs_later(j->rank, jobs->at[prefill->jobs[place - 1]].rank);
     memmove(&prefill->jobs[place + 1], &prefill->jobs[place], (prefill->count - place) * sizeof *prefill->jobs);
     prefill->jobs[place] = job;
     prefill->count++;
@@ -380,8 +330,7 @@ int kvfs_queue_add(struct kvfs_jobs *jobs, struct kvfs_prefill *prefill, uint32_
     return 0;
 }
 
-int kvfs_queue_remove(struct kvfs_jobs *jobs, struct kvfs_prefill *prefill, uint32_t job)
-{
+int kvfs_queue_remove(struct kvfs_jobs *jobs, struct kvfs_prefill *prefill, uint32_t job) {
     for (uint32_t place = 0; place < prefill->count; place++) {
         if (prefill->jobs[place] == job) {
             pop(prefill, place);
@@ -396,19 +345,16 @@ int kvfs_queue_remove(struct kvfs_jobs *jobs, struct kvfs_prefill *prefill, uint
 }
 
 /* When a job that waits is held up until; infinity where a prefill that it waits for has not started. */
-static double held_until(const struct kvfs_jobs *jobs, const struct kvfs_job *job)
-{
+static double held_until(const struct kvfs_jobs *jobs, const struct kvfs_job *job) {
     double until_s = job->loaded_s;
     for (uint32_t i = 0; i < job->after_count; i++) {
-        if (!jobs->at[job->after[i]].is_started)
-            return INFINITY;
+        if (!jobs->at[job->after[i]].is_started) return INFINITY;
         until_s = kvfs_later(until_s, jobs->at[job->after[i]].finish_s);
     }
     return until_s;
 }
 
-uint32_t kvfs_queue_next(struct kvfs_jobs *jobs, struct kvfs_prefill *prefill, double now_s)
-{
+uint32_t kvfs_queue_next(struct kvfs_jobs *jobs, struct kvfs_prefill *prefill, double now_s) {
     double until_s = INFINITY, passed_s = 0.0;
     int is_held = 0;
     for (uint32_t place = 0; place < prefill->count; place++) {
@@ -419,8 +365,7 @@ uint32_t kvfs_queue_next(struct kvfs_jobs *jobs, struct kvfs_prefill *prefill, d
             pop(prefill, place);
             return job;
         }
-        if (is_held)
-            continue;
+        if (is_held) continue;
         const double held = is_ready ? INFINITY : held_until(jobs, j);
         if (held != INFINITY) {
             until_s = sooner(until_s, held);
@@ -429,8 +374,7 @@ uint32_t kvfs_queue_next(struct kvfs_jobs *jobs, struct kvfs_prefill *prefill, d
         }
         passed_s += j->service_s;
         const double latest_s = j->finish_s + j->slack_s - passed_s;
-        if (latest_s >= kvfs_later(now_s, blocks_s(jobs, j).ready_s))
-            until_s = sooner(until_s, latest_s);
+        if (latest_s >= kvfs_later(now_s, blocks_s(jobs, j).ready_s)) until_s = sooner(until_s, latest_s);
     }
     return KVFS_NO_JOB;
 }

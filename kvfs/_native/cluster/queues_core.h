@@ -77,8 +77,7 @@ uint32_t kvfs_queue_next(struct kvfs_jobs *jobs, struct kvfs_prefill *prefill, d
 static inline double kvfs_later(double a, double b) { return b > a ? b : a; }
 
 /* When an instance is free for a job of this service whose blocks are there at `ready_s`. */
-static inline double kvfs_start_s(const struct kvfs_opening *opening, double service_s, double ready_s)
-{
+static inline double kvfs_start_s(const struct kvfs_opening *opening, double service_s, double ready_s) {
     const double start_s = kvfs_later(opening->free_s, ready_s);
     return start_s + service_s <= opening->held_s ? opening->free_s : opening->later_s;
 }

@@ -28,11 +28,9 @@
 #define DEFAULT_ANSWER_TOKENS 300.0
 
 /* --- life --------------------------------------------------------------------------------------------------------- */
-struct kvfs_router *kvfs_router_new(uint32_t max_flights)
-{
+struct kvfs_router *kvfs_router_new(uint32_t max_flights) {
     struct kvfs_router *r = calloc(1, sizeof *r);
-    if (!r)
-        return NULL;
+    if (!r) return NULL;
     r->reserved = KVFS_NOBODY;
     r->answer_tokens = DEFAULT_ANSWER_TOKENS;
     for (uint32_t i = 0; i < KVFS_INSTANCES; i++) {
@@ -46,12 +44,9 @@ struct kvfs_router *kvfs_router_new(uint32_t max_flights)
     return r;
 }
 
-void kvfs_router_free(struct kvfs_router *r)
-{
-    if (!r)
-        return;
-    for (uint32_t i = 0; i < KVFS_INSTANCES; i++)
-        free(r->prefill[i].jobs);
+void kvfs_router_free(struct kvfs_router *r) {
+    if (!r) return;
+    for (uint32_t i = 0; i < KVFS_INSTANCES; i++) free(r->prefill[i].jobs);
     kvfs_jobs_destroy(&r->jobs);
     free(r->openings.at);
     free(r->openings.waiting);
@@ -64,47 +59,40 @@ void kvfs_router_free(struct kvfs_router *r)
 }
 
 /* --- costs -------------------------------------------------------------------------------------------------------- */
-static double prefill_s(const struct kvfs_costs *c, int64_t tokens, int64_t cached)
-{
+static double prefill_s(const struct kvfs_costs *c, int64_t tokens, int64_t cached) {
     const double compute_s = c->prefill_pair_s * (double)(tokens * tokens - cached * cached) +
                              c->prefill_token_s * (double)(tokens - cached) + c->prefill_fixed_s;
     const double stream_s = (double)(cached * c->kv_token_bytes) / c->host_bytes_s;
     return compute_s > stream_s ? compute_s : stream_s;
 }
 
-static double prefill_after_s(const struct kvfs_router *r, const struct kvfs_prompt *p, int64_t blocks)
-{
+static double prefill_after_s(const struct kvfs_router *r, const struct kvfs_prompt *p, int64_t blocks) {
     const int64_t cached = blocks * p->block_tokens;
     return prefill_s(&r->costs, p->tokens, cached < p->tokens ? cached : p->tokens);
 }
 
-static double step_s(const struct kvfs_costs *c, int64_t context_tokens, int64_t requests)
-{
+static double step_s(const struct kvfs_costs *c, int64_t context_tokens, int64_t requests) {
     return c->step_fixed_s + c->step_context_s * (double)context_tokens + c->step_request_s * (double)requests;
 }
 
-static int64_t block_bytes(const struct kvfs_router *r, const struct kvfs_prompt *p)
-{
+static int64_t block_bytes(const struct kvfs_router *r, const struct kvfs_prompt *p) {
     return p->block_tokens * r->costs.kv_token_bytes;
 }
 
 /* --- steps -------------------------------------------------------------------------------------------------------- */
-static int holds(const struct kvfs_run *run, uint32_t source)
-{
+static int holds(const struct kvfs_run *run, uint32_t source) {
     return (run->holders[source / 64] >> source % 64 & 1) != 0;
 }
 
 /* Write the holder that would have sent a run first, its wait, and its time to send. */
-static void choose_source(const struct kvfs_router *r, struct kvfs_step *step, int64_t bytes, double now_s)
-{
+static void choose_source(const struct kvfs_router *r, struct kvfs_step *step, int64_t bytes, double now_s) {
     double best_s = INFINITY;
     step->source = KVFS_NOBODY;
     for (uint32_t i = 0; i < KVFS_CLUSTER_MASK_WORDS; i++) {
         for (uint64_t left = step->run->holders[i]; left; left &= left - 1) {
             const uint32_t n = 64 * i + (uint32_t)__builtin_ctzll(left);
             const struct kvfs_source *source = &r->sources[n];
-            if (!source->is_there)
-                continue;
+            if (!source->is_there) continue;
             const double wait_s = kvfs_later(source->free_at_s - now_s, 0.0);
             const double load_s = source->latency_s + (double)((int64_t)step->run->blocks * bytes) / source->bytes_s;
             if (wait_s + load_s < best_s) {
@@ -118,15 +106,13 @@ static void choose_source(const struct kvfs_router *r, struct kvfs_step *step, i
 }
 
 /* Whether the prefill that is to make the run is under way. */
-static int has_producer(const struct kvfs_router *r, const struct kvfs_run *run, uint32_t *job)
-{
+static int has_producer(const struct kvfs_router *r, const struct kvfs_run *run, uint32_t *job) {
     *job = run->producer < 0 ? KVFS_NO_JOB : kvfs_job_find(&r->jobs, run->producer);
     return *job != KVFS_NO_JOB && !r->jobs.at[*job].is_done;
 }
 
 /* Whether some source holds the run. */
-static int map_holders(const struct kvfs_router *r, struct kvfs_run *run)
-{
+static int map_holders(const struct kvfs_router *r, struct kvfs_run *run) {
     uint64_t held[KVFS_CLUSTER_MASK_WORDS] = {0};
     int any = 0;
     for (uint32_t i = 0; i < KVFS_CLUSTER_MASK_WORDS; i++) {
@@ -143,15 +129,13 @@ static int map_holders(const struct kvfs_router *r, struct kvfs_run *run)
 }
 
 /* Turn the runs of the index into those of the sources here: several may become one, or the prefix shorter. */
-static void map_runs(struct kvfs_router *r)
-{
+static void map_runs(struct kvfs_router *r) {
     struct kvfs_runs *runs = &r->runs;
     size_t kept = 0;
     for (size_t i = 0; i < runs->count && map_holders(r, &runs->at[i]); i++) {
         struct kvfs_run *last = kept ? &runs->at[kept - 1] : NULL;
         uint32_t job;
-        if (!has_producer(r, &runs->at[i], &job))
-            runs->at[i].producer = KVFS_NO_PRODUCER;
+        if (!has_producer(r, &runs->at[i], &job)) runs->at[i].producer = KVFS_NO_PRODUCER;
         if (last && last->producer == runs->at[i].producer &&
             memcmp(last->holders, runs->at[i].holders, sizeof last->holders) == 0)
             last->blocks += runs->at[i].blocks;
@@ -162,14 +146,11 @@ static void map_runs(struct kvfs_router *r)
 }
 
 /* How many steps of the prefix there are: those up to a run that no source can send any more. */
-static int64_t make_steps(struct kvfs_router *r, const struct kvfs_prompt *p)
-{
+static int64_t make_steps(struct kvfs_router *r, const struct kvfs_prompt *p) {
     int64_t first = 0;
-    if (r->places)
-        map_runs(r);
+    if (r->places) map_runs(r);
     struct kvfs_step *grown = kvfs_grow(r->steps, &r->step_room, r->runs.count, sizeof *grown);
-    if (!grown)
-        return -ENOMEM;
+    if (!grown) return -ENOMEM;
     r->steps = grown;
     for (size_t i = 0; i < r->runs.count; i++) {
         struct kvfs_step *step = &r->steps[i];
@@ -180,8 +161,7 @@ static int64_t make_steps(struct kvfs_router *r, const struct kvfs_prompt *p)
             step->made_s = kvfs_later(r->jobs.at[job].finish_s - p->now_s, 0.0);
         }
         choose_source(r, step, block_bytes(r, p), p->now_s);
-        if (step->source == KVFS_NOBODY)
-            return (int64_t)i;
+        if (step->source == KVFS_NOBODY) return (int64_t)i;
         step->wait_s = kvfs_later(step->wait_s, step->made_s);
         first += (int64_t)step->run->blocks;
         step->prefill_s = prefill_after_s(r, p, first);
@@ -199,8 +179,7 @@ struct cut {
 
 /* Take a cut unless the best so far has a smaller score. */
 static void weigh_cut(const struct kvfs_router *r, const struct kvfs_prompt *p, const struct cut *cut,
-                      struct kvfs_prefill_candidate *best)
-{
+                      struct kvfs_prefill_candidate *best) {
     const struct kvfs_prefill *prefill = &r->prefill[best->instance];
     const double rank = kvfs_queue_rank(prefill, p->arrival_s, cut->prefill_s);
     const uint32_t place = kvfs_queue_place(&r->jobs, prefill, rank, cut->prefill_s, p->now_s + cut->ready_s,
@@ -217,17 +196,14 @@ static void weigh_cut(const struct kvfs_router *r, const struct kvfs_prompt *p, 
 }
 
 /* How many blocks of a step come before the instance is free; 0 where all or none do. */
-static int64_t blocks_in_time(const struct kvfs_step *step, double begin_s, double free_s)
-{
-    if (begin_s >= free_s || begin_s + step->load_s <= free_s)
-        return 0;
+static int64_t blocks_in_time(const struct kvfs_step *step, double begin_s, double free_s) {
+    if (begin_s >= free_s || begin_s + step->load_s <= free_s) return 0;
     return (int64_t)((free_s - begin_s) / step->load_s * (double)step->run->blocks);
 }
 
 /* Weigh the cut inside a step that is loaded, and add all of its load to the cut. */
 static void load_step(struct kvfs_router *r, const struct kvfs_prompt *p, const struct kvfs_step *step, double free_s,
-                      struct cut *cut, struct kvfs_prefill_candidate *best)
-{
+                      struct cut *cut, struct kvfs_prefill_candidate *best) {
     const double begin_s = step->wait_s + r->sent_s[step->source];
     const int64_t blocks = blocks_in_time(step, begin_s, free_s);
     if (blocks) {
@@ -249,23 +225,19 @@ static void load_step(struct kvfs_router *r, const struct kvfs_prompt *p, const 
 
 /* The candidate of the cut with the smallest score; of equals the one that reuses most. */
 static int weigh_instance(struct kvfs_router *r, const struct kvfs_prompt *p, size_t step_count, double alone_s,
-                          struct kvfs_prefill_candidate *best)
-{
+                          struct kvfs_prefill_candidate *best) {
     const struct kvfs_prefill *prefill = &r->prefill[best->instance];
     struct cut cut = {.prefill_s = alone_s};
     if (kvfs_queue_openings(&r->jobs, prefill, kvfs_prefill_free_s(&r->jobs, prefill, p->now_s), &r->openings) < 0)
         return -ENOMEM;
     const double free_s = r->openings.at[prefill->count].free_s - p->now_s;
-    for (size_t i = 0; i < step_count; i++)
-        r->sent_s[r->steps[i].source] = 0.0;
+    for (size_t i = 0; i < step_count; i++) r->sent_s[r->steps[i].source] = 0.0;
     best->score = INFINITY;
     weigh_cut(r, p, &cut, best);
     for (size_t i = 0; i < step_count; i++) {
         const struct kvfs_step *step = &r->steps[i];
-        if (step->has_producer)
-            cut.ready_s = kvfs_later(cut.ready_s, step->made_s);
-        if (!holds(step->run, best->instance))
-            load_step(r, p, step, free_s, &cut, best);
+        if (step->has_producer) cut.ready_s = kvfs_later(cut.ready_s, step->made_s);
+        if (!holds(step->run, best->instance)) load_step(r, p, step, free_s, &cut, best);
         cut.blocks = step->first_block + (int64_t)step->run->blocks;
         cut.prefill_s = step->prefill_s;
         cut.steps = i + 1;
@@ -276,8 +248,7 @@ static int weigh_instance(struct kvfs_router *r, const struct kvfs_prompt *p, si
 
 /* --- decode instances --------------------------------------------------------------------------------------------- */
 static struct kvfs_decode_candidate weigh_decode(const struct kvfs_router *r, const struct kvfs_prompt *p, uint32_t n,
-                                                 double alone_s)
-{
+                                                 double alone_s) {
     const struct kvfs_decode *decode = &r->decode[n];
     const double growth = r->answer_tokens / 2;
     struct kvfs_decode_candidate found = {.instance = n, .alone_s = alone_s};
@@ -291,86 +262,68 @@ static struct kvfs_decode_candidate weigh_decode(const struct kvfs_router *r, co
     return found;
 }
 
-static double lone_step_s(const struct kvfs_router *r, const struct kvfs_prompt *p)
-{
+static double lone_step_s(const struct kvfs_router *r, const struct kvfs_prompt *p) {
     const int64_t alone = (int64_t)((double)p->tokens + r->answer_tokens / 2);
     return alone <= r->costs.kv_capacity_tokens ? step_s(&r->costs, alone, 1) : INFINITY;
 }
 
 /* --- routing ------------------------------------------------------------------------------------------------------ */
-static int weigh_prefills(struct kvfs_router *r, const struct kvfs_prompt *p, struct kvfs_choice *choice)
-{
+static int weigh_prefills(struct kvfs_router *r, const struct kvfs_prompt *p, struct kvfs_choice *choice) {
     const double computed_s = prefill_after_s(r, p, 0);
     const int64_t steps = make_steps(r, p);
     const struct kvfs_prefill_candidate *best = NULL;
-    if (steps < 0)
-        return -ENOMEM;
-    for (size_t i = 0; i < r->runs.count; i++)
-        choice->held_blocks += (int64_t)r->runs.at[i].blocks;
+    if (steps < 0) return -ENOMEM;
+    for (size_t i = 0; i < r->runs.count; i++) choice->held_blocks += (int64_t)r->runs.at[i].blocks;
     for (uint32_t n = 0; n < r->prefill_count; n++) {
         struct kvfs_prefill_candidate *found = &r->considered[n];
         found->instance = r->prefill[n].is_there && !r->prefill[n].is_draining ? n : KVFS_NOBODY;
-        if (found->instance == KVFS_NOBODY)
-            continue;
-        if (weigh_instance(r, p, (size_t)steps, computed_s, found) < 0)
-            return -ENOMEM;
-        if (!best || found->score < best->score)
-            best = found;
+        if (found->instance == KVFS_NOBODY) continue;
+        if (weigh_instance(r, p, (size_t)steps, computed_s, found) < 0) return -ENOMEM;
+        if (!best || found->score < best->score) best = found;
     }
-    if (best)
-        choice->prefill = *best;
+    if (best) choice->prefill = *best;
     return 0;
 }
 
-static void weigh_decodes(struct kvfs_router *r, const struct kvfs_prompt *p, struct kvfs_choice *choice)
-{
+static void weigh_decodes(struct kvfs_router *r, const struct kvfs_prompt *p, struct kvfs_choice *choice) {
     const double alone_s = lone_step_s(r, p);
     for (uint32_t n = 0; n < r->decode_count; n++) {
         struct kvfs_decode_candidate *found = &r->decodes[n];
         found->instance = KVFS_NOBODY;
-        if (r->decode[n].is_draining || !r->decode[n].is_there)
-            continue;
+        if (r->decode[n].is_draining || !r->decode[n].is_there) continue;
         *found = weigh_decode(r, p, n, alone_s);
-        if (choice->decode.instance == KVFS_NOBODY || kvfs_goes_before(found, &choice->decode))
-            choice->decode = *found;
+        if (choice->decode.instance == KVFS_NOBODY || kvfs_goes_before(found, &choice->decode)) choice->decode = *found;
     }
 }
 
-int kvfs_weigh(struct kvfs_router *r, const struct kvfs_prompt *p, struct kvfs_choice *choice)
-{
+int kvfs_weigh(struct kvfs_router *r, const struct kvfs_prompt *p, struct kvfs_choice *choice) {
     *choice = (struct kvfs_choice){.prefill.instance = KVFS_NOBODY,
                                    .decode.instance = KVFS_NOBODY,
                                    .arrival_s = p->arrival_s,
                                    .waited_s = p->now_s - p->arrival_s,
                                    .tokens = p->tokens};
-    if (weigh_prefills(r, p, choice) < 0)
-        return -ENOMEM;
+    if (weigh_prefills(r, p, choice) < 0) return -ENOMEM;
     weigh_decodes(r, p, choice);
     return 0;
 }
 
 static void add_load(const struct kvfs_router *r, const struct kvfs_prompt *p, const struct kvfs_step *step,
-                     int64_t blocks, double busy_s, struct kvfs_choice *choice)
-{
+                     int64_t blocks, double busy_s, struct kvfs_choice *choice) {
     choice->loads[choice->load_count++] = (struct kvfs_load){step->source, step->first_block, blocks,
                                                              blocks * block_bytes(r, p), busy_s};
 }
 
 int kvfs_list_loads(struct kvfs_router *r, const struct kvfs_prompt *p, const struct kvfs_prefill_candidate *candidate,
-                    struct kvfs_choice *choice)
-{
+                    struct kvfs_choice *choice) {
     const size_t steps = candidate->steps + (candidate->part_blocks != 0);
     choice->load_count = choice->after_count = 0;
-    if (!steps)
-        return 0;
+    if (!steps) return 0;
     choice->loads = malloc(steps * sizeof *choice->loads);
     choice->after = malloc(steps * sizeof *choice->after);
-    if (!choice->loads || !choice->after)
-        return -ENOMEM;
+    if (!choice->loads || !choice->after) return -ENOMEM;
     for (size_t i = 0; i < steps; i++) {
         const struct kvfs_step *step = &r->steps[i];
-        if (step->has_producer)
-            choice->after[choice->after_count++] = step->run->producer;
+        if (step->has_producer) choice->after[choice->after_count++] = step->run->producer;
         if (i == candidate->steps)
             add_load(r, p, step, candidate->part_blocks, candidate->part_s, choice);
         else if (!holds(step->run, candidate->instance))
@@ -379,24 +332,20 @@ int kvfs_list_loads(struct kvfs_router *r, const struct kvfs_prompt *p, const st
     return 0;
 }
 
-int kvfs_route(struct kvfs_router *r, const struct kvfs_prompt *p, struct kvfs_choice *choice)
-{
-    if (kvfs_weigh(r, p, choice) < 0)
-        return -ENOMEM;
+int kvfs_route(struct kvfs_router *r, const struct kvfs_prompt *p, struct kvfs_choice *choice) {
+    if (kvfs_weigh(r, p, choice) < 0) return -ENOMEM;
     return choice->prefill.instance == KVFS_NOBODY ? 0 : kvfs_list_loads(r, p, &choice->prefill, choice);
 }
 
 /* --- commitments -------------------------------------------------------------------------------------------------- */
-static void occupy_sources(struct kvfs_router *r, const struct kvfs_choice *choice, double now_s)
-{
+static void occupy_sources(struct kvfs_router *r, const struct kvfs_choice *choice, double now_s) {
     for (size_t i = 0; i < choice->load_count; i++) {
         struct kvfs_source *source = &r->sources[choice->loads[i].source];
         source->free_at_s = kvfs_later(source->free_at_s, now_s) + choice->loads[i].busy_s;
     }
 }
 
-static void count_flight(struct kvfs_router *r, const struct kvfs_job *job, int64_t requests)
-{
+static void count_flight(struct kvfs_router *r, const struct kvfs_job *job, int64_t requests) {
     if (job->decode >= 0) {
         r->decode[job->decode].committed_requests += requests;
         r->decode[job->decode].committed_tokens += requests * job->tokens;
@@ -404,18 +353,13 @@ static void count_flight(struct kvfs_router *r, const struct kvfs_job *job, int6
 }
 
 int64_t kvfs_commit(struct kvfs_router *r, int64_t number, const struct kvfs_choice *choice, double now_s,
-                    double promised_s)
-{
+                    double promised_s) {
     const struct kvfs_prefill_candidate *chosen = &choice->prefill;
-    if (kvfs_job_find(&r->jobs, number) != KVFS_NO_JOB)
-        return -EEXIST;
-    if (chosen->instance == KVFS_NOBODY)
-        return -ENOENT;
-    if (r->jobs.free == KVFS_NO_JOB && r->jobs.begun == r->jobs.room)
-        return -ENOSPC;
+    if (kvfs_job_find(&r->jobs, number) != KVFS_NO_JOB) return -EEXIST;
+    if (chosen->instance == KVFS_NOBODY) return -ENOENT;
+    if (r->jobs.free == KVFS_NO_JOB && r->jobs.begun == r->jobs.room) return -ENOSPC;
     const uint32_t job = kvfs_job_new(&r->jobs, number, chosen->instance, choice->after, (uint32_t)choice->after_count);
-    if (job == KVFS_NO_JOB)
-        return -ENOMEM;
+    if (job == KVFS_NO_JOB) return -ENOMEM;
     struct kvfs_job *j = &r->jobs.at[job];
     const double ttft_s = kvfs_later(chosen->queue_s, chosen->ready_s) + chosen->prefill_s;
     j->tokens = choice->tokens;
@@ -439,11 +383,9 @@ int64_t kvfs_commit(struct kvfs_router *r, int64_t number, const struct kvfs_cho
     return job;
 }
 
-uint32_t kvfs_start(struct kvfs_router *r, uint32_t instance, double now_s)
-{
+uint32_t kvfs_start(struct kvfs_router *r, uint32_t instance, double now_s) {
     struct kvfs_prefill *prefill = &r->prefill[instance];
-    if (prefill->running != KVFS_NO_JOB)
-        return KVFS_NO_JOB;
+    if (prefill->running != KVFS_NO_JOB) return KVFS_NO_JOB;
     const uint32_t job = kvfs_queue_next(&r->jobs, prefill, now_s);
     if (job != KVFS_NO_JOB) {
         r->jobs.at[job].is_started = 1;
@@ -453,8 +395,7 @@ uint32_t kvfs_start(struct kvfs_router *r, uint32_t instance, double now_s)
     return job;
 }
 
-void kvfs_prefilled(struct kvfs_router *r, uint32_t job)
-{
+void kvfs_prefilled(struct kvfs_router *r, uint32_t job) {
     struct kvfs_prefill *prefill = &r->prefill[r->jobs.at[job].instance];
     if (r->jobs.at[job].is_started)
         prefill->running = KVFS_NO_JOB;
@@ -463,16 +404,14 @@ void kvfs_prefilled(struct kvfs_router *r, uint32_t job)
     kvfs_job_finish(&r->jobs, job);
 }
 
-void kvfs_end_flight(struct kvfs_router *r, uint32_t job)
-{
+void kvfs_end_flight(struct kvfs_router *r, uint32_t job) {
     struct kvfs_job *j = &r->jobs.at[job];
     count_flight(r, j, -1);
     j->is_in_flight = 0;
     r->jobs.in_flight--;
 }
 
-void kvfs_dropped(struct kvfs_router *r, uint32_t job)
-{
+void kvfs_dropped(struct kvfs_router *r, uint32_t job) {
     kvfs_end_flight(r, job);
     if (r->jobs.at[job].is_done)
         r->jobs.at[job].follower_count = 0;

@@ -122,10 +122,8 @@ void kvfs_prefilled(struct kvfs_router *r, uint32_t job);
 void kvfs_end_flight(struct kvfs_router *r, uint32_t job);
 void kvfs_dropped(struct kvfs_router *r, uint32_t job);
 
-static inline int kvfs_goes_before(const struct kvfs_decode_candidate *a, const struct kvfs_decode_candidate *b)
-{
-    if (a->is_reserved != b->is_reserved)
-        return b->is_reserved;
+static inline int kvfs_goes_before(const struct kvfs_decode_candidate *a, const struct kvfs_decode_candidate *b) {
+    if (a->is_reserved != b->is_reserved) return b->is_reserved;
     return a->tbt_s < b->tbt_s;
 }
 

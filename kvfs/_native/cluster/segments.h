@@ -60,8 +60,7 @@ uint64_t kvfs_segments_bytes(const struct kvfs_segments *s);
 static inline uint32_t kvfs_line_of(uint64_t hash) { return (uint32_t)((hash & UINT32_MAX) * KVFS_LINES >> 32); }
 static inline uint32_t kvfs_line_after(uint32_t at) { return at + 1 < KVFS_LINES ? at + 1 : 0; }
 
-static inline uint64_t kvfs_is_key(const uint8_t *a, const uint8_t *b)
-{
+static inline uint64_t kvfs_is_key(const uint8_t *a, const uint8_t *b) {
     uint64_t x[2], y[2];
     memcpy(x, a, sizeof x);
     memcpy(y, b, sizeof y);
@@ -69,31 +68,26 @@ static inline uint64_t kvfs_is_key(const uint8_t *a, const uint8_t *b)
 }
 
 /* Bit w: this key stands at way w, of a block that may not be here any more. No branch depends on which. */
-static inline uint64_t kvfs_ways_of(const struct kvfs_line *line, const uint8_t *key)
-{
+static inline uint64_t kvfs_ways_of(const struct kvfs_line *line, const uint8_t *key) {
     return kvfs_is_key(line->keys[0], key) | kvfs_is_key(line->keys[1], key) << 1 |
            kvfs_is_key(line->keys[2], key) << 2;
 }
 
 /* Of a block that is not here, `line` is NULL. */
-static inline struct kvfs_place kvfs_segment_find(struct kvfs_segment *segment, uint64_t hash, const uint8_t *key)
-{
+static inline struct kvfs_place kvfs_segment_find(struct kvfs_segment *segment, uint64_t hash, const uint8_t *key) {
     uint32_t at = kvfs_line_of(hash);
     for (uint32_t step = 0; step < KVFS_LINES; step++) {
         struct kvfs_line *line = &segment->lines[at];
         for (uint64_t ways = kvfs_ways_of(line, key); ways; ways &= ways - 1)
-            if (line->sets[__builtin_ctzll(ways)])
-                return (struct kvfs_place){line, (uint32_t)__builtin_ctzll(ways)};
-        if (!line->passed)
-            break;
+            if (line->sets[__builtin_ctzll(ways)]) return (struct kvfs_place){line, (uint32_t)__builtin_ctzll(ways)};
+        if (!line->passed) break;
         at = kvfs_line_after(at);
     }
     return (struct kvfs_place){NULL, 0};
 }
 
 /* A segment has room: it is split before it is full. */
-static inline void kvfs_segment_put(struct kvfs_segment *segment, uint64_t hash, const uint8_t *key, uint32_t set)
-{
+static inline void kvfs_segment_put(struct kvfs_segment *segment, uint64_t hash, const uint8_t *key, uint32_t set) {
     for (uint32_t at = kvfs_line_of(hash);; at = kvfs_line_after(at)) {
         struct kvfs_line *line = &segment->lines[at];
         for (uint32_t way = 0; way < KVFS_WAYS; way++) {
@@ -108,8 +102,7 @@ static inline void kvfs_segment_put(struct kvfs_segment *segment, uint64_t hash,
     }
 }
 
-static inline void kvfs_segment_drop(struct kvfs_segment *segment, uint64_t hash, struct kvfs_place gone)
-{
+static inline void kvfs_segment_drop(struct kvfs_segment *segment, uint64_t hash, struct kvfs_place gone) {
     for (uint32_t at = kvfs_line_of(hash); &segment->lines[at] != gone.line; at = kvfs_line_after(at))
         segment->lines[at].passed--;
     gone.line->sets[gone.way] = 0;

@@ -66,8 +66,7 @@ CUresult kvfs_cuda_launch(const struct kvfs_cuda *d, CUcontext context, CUfuncti
     do {                                             \
         CUcontext before_;                           \
         CUresult rc_ = d->cuCtxPushCurrent(context); \
-        if (rc_)                                     \
-            return rc_;                              \
+        if (rc_) return rc_;                         \
         rc_ = (call);                                \
         (void)d->cuCtxPopCurrent(&before_);          \
         return rc_;                                  \

@@ -89,8 +89,7 @@ struct kvfs_device {
     int ring_state GUARDED_BY(lock);
 };
 
-static int queue_init(struct queue *q, uint32_t capacity)
-{
+static int queue_init(struct queue *q, uint32_t capacity) {
     q->numbers = calloc(capacity, sizeof *q->numbers);
     q->capacity = capacity;
     return q->numbers ? 0 : -ENOMEM;
@@ -98,32 +97,28 @@ static int queue_init(struct queue *q, uint32_t capacity)
 
 static void queue_push(struct queue *q, uint32_t number) { q->numbers[(q->head + q->count++) % q->capacity] = number; }
 
-static uint32_t queue_pop(struct queue *q)
-{
+static uint32_t queue_pop(struct queue *q) {
     uint32_t number = q->numbers[q->head];
     q->head = (q->head + 1) % q->capacity;
     q->count--;
     return number;
 }
 
-static void signal_fd(int fd)
-{
+static void signal_fd(int fd) {
     uint64_t one = 1;
     while (write(fd, &one, sizeof one) < 0 && errno == EINTR)
         ;
 }
 
 /* Whether done_fd is to be written, without the lock. */
-static int push_done(struct kvfs_device *d, uint32_t number) REQUIRES(d->lock)
-{
+static int push_done(struct kvfs_device *d, uint32_t number) REQUIRES(d->lock) {
     queue_push(&d->done, number);
     return d->done.count == 1;
 }
 
 /* --- hashing ------------------------------------------------------------------------------------------ */
 /* With a request in `hashing`; the lock is released meanwhile. */
-static void hash_next(struct kvfs_device *d) REQUIRES(d->lock)
-{
+static void hash_next(struct kvfs_device *d) REQUIRES(d->lock) {
     uint32_t number = queue_pop(&d->hashing);
     struct request *r = &d->requests[number];
     kvfs_unlock(&d->lock);
@@ -131,13 +126,11 @@ static void hash_next(struct kvfs_device *d) REQUIRES(d->lock)
     kvfs_lock(&d->lock);
     int first = push_done(d, number);
     kvfs_unlock(&d->lock);
-    if (first)
-        signal_fd(d->done_fd);
+    if (first) signal_fd(d->done_fd);
     kvfs_lock(&d->lock);
 }
 
-static void *hash_main(void *argument)
-{
+static void *hash_main(void *argument) {
     struct kvfs_device *d = (struct kvfs_device *)argument;
     kvfs_lock(&d->lock);
     while (d->hashing.count || d->ring_state != RING_ENDED) {
@@ -153,37 +146,31 @@ static void *hash_main(void *argument)
 static int is_stopping(struct kvfs_device *d) { return __atomic_load_n(&d->stop, __ATOMIC_ACQUIRE); }
 
 /* --- the ring's thread -------------------------------------------------------------------------------- */
-static void finish(struct kvfs_device *d, uint32_t number, int error)
-{
+static void finish(struct kvfs_device *d, uint32_t number, int error) {
     struct request *r = &d->requests[number];
     int first = 0;
     r->error = error;
     kvfs_lock(&d->lock);
     if (error == 0 && r->op == KVFS_DEVICE_READ) {
         queue_push(&d->hashing, number);
-        if (d->hashing.count > 1)
-            pthread_cond_signal(&d->hash_work);
+        if (d->hashing.count > 1) pthread_cond_signal(&d->hash_work);
     } else {
         first = push_done(d, number);
     }
     kvfs_unlock(&d->lock);
-    if (first)
-        signal_fd(d->done_fd);
+    if (first) signal_fd(d->done_fd);
 }
 
 /* The registered buffer that holds [data, data + bytes), or -1. Entries below buffers_seen are this thread's. */
-static int find_buffer(struct kvfs_device *d, const uint8_t *data, size_t bytes)
-{
+static int find_buffer(struct kvfs_device *d, const uint8_t *data, size_t bytes) {
     for (uint32_t i = 0; i < d->buffers_seen; i++) {
         struct buffer *b = &d->buffers[i];
-        if (b->registered && data >= b->data && data + bytes <= b->data + b->bytes)
-            return (int)i;
+        if (b->registered && data >= b->data && data + bytes <= b->data + b->bytes) return (int)i;
     }
     return -1;
 }
 
-static struct io_uring_sqe *take_sqe(struct kvfs_device *d)
-{
+static struct io_uring_sqe *take_sqe(struct kvfs_device *d) {
     struct io_uring_sqe *sqe = io_uring_get_sqe(&d->ring);
     if (!sqe) {
         io_uring_submit(&d->ring);
@@ -192,8 +179,7 @@ static struct io_uring_sqe *take_sqe(struct kvfs_device *d)
     return sqe;
 }
 
-static void enter_ring(struct kvfs_device *d, uint32_t number)
-{
+static void enter_ring(struct kvfs_device *d, uint32_t number) {
     struct request *r = &d->requests[number];
     struct io_uring_sqe *sqe = take_sqe(d);
     if (!sqe) {
@@ -218,8 +204,7 @@ static void enter_ring(struct kvfs_device *d, uint32_t number)
     d->in_ring++;
 }
 
-static void begin(struct kvfs_device *d, uint32_t number)
-{
+static void begin(struct kvfs_device *d, uint32_t number) {
     struct request *r = &d->requests[number];
     if (is_stopping(d))
         finish(d, number, -ECANCELED);
@@ -229,8 +214,7 @@ static void begin(struct kvfs_device *d, uint32_t number)
         enter_ring(d, number);
 }
 
-static void advance(struct kvfs_device *d, uint32_t number, int result)
-{
+static void advance(struct kvfs_device *d, uint32_t number, int result) {
     struct request *r = &d->requests[number];
     d->in_ring--;
     if (result == -EINTR || result == -EAGAIN) {
@@ -251,19 +235,16 @@ static void advance(struct kvfs_device *d, uint32_t number, int result)
     }
 }
 
-static void arm_wake(struct kvfs_device *d)
-{
+static void arm_wake(struct kvfs_device *d) {
     struct io_uring_sqe *sqe;
-    if (d->wake_armed || is_stopping(d) || !(sqe = take_sqe(d)))
-        return;
+    if (d->wake_armed || is_stopping(d) || !(sqe = take_sqe(d))) return;
     io_uring_prep_read(sqe, d->wake_fd, &d->wake_value, sizeof d->wake_value, 0);
     io_uring_sqe_set_data64(sqe, TAG_WAKE);
     d->wake_armed = 1;
 }
 
 /* Where RLIMIT_MEMLOCK forbids it the buffer works unregistered: each transfer pins its pages anew. */
-static void register_buffers(struct kvfs_device *d, uint32_t added)
-{
+static void register_buffers(struct kvfs_device *d, uint32_t added) {
     for (; d->buffers_seen < added; d->buffers_seen++) {
         struct buffer *b = &d->buffers[d->buffers_seen];
         struct iovec iov = {.iov_base = b->data, .iov_len = b->bytes};
@@ -273,8 +254,7 @@ static void register_buffers(struct kvfs_device *d, uint32_t added)
     }
 }
 
-static void begin_queued(struct kvfs_device *d)
-{
+static void begin_queued(struct kvfs_device *d) {
     kvfs_lock(&d->lock);
     uint32_t added = d->buffers_added;
     kvfs_unlock(&d->lock);
@@ -291,18 +271,15 @@ static void begin_queued(struct kvfs_device *d)
 }
 
 /* Once, at the stop. The kernel finishes what it cannot cancel, such as a transfer that the drive has begun. */
-static void cancel_all(struct kvfs_device *d)
-{
+static void cancel_all(struct kvfs_device *d) {
     struct io_uring_sqe *sqe;
-    if (d->cancelled || !(sqe = take_sqe(d)))
-        return;
+    if (d->cancelled || !(sqe = take_sqe(d))) return;
     io_uring_prep_cancel64(sqe, 0, IORING_ASYNC_CANCEL_ANY | IORING_ASYNC_CANCEL_ALL);
     io_uring_sqe_set_data64(sqe, TAG_CANCEL);
     d->cancelled = 1;
 }
 
-static void take_completions(struct kvfs_device *d)
-{
+static void take_completions(struct kvfs_device *d) {
     struct io_uring_cqe *cqe;
     while (io_uring_peek_cqe(&d->ring, &cqe) == 0) {
         uint64_t tag = io_uring_cqe_get_data64(cqe);
@@ -316,8 +293,7 @@ static void take_completions(struct kvfs_device *d)
 }
 
 /* Submits, and brings in what has completed; waits for something to complete unless there is hashing to do. */
-static void enter_kernel(struct kvfs_device *d)
-{
+static void enter_kernel(struct kvfs_device *d) {
     kvfs_lock(&d->lock);
     int waiting = d->hashing.count > 0;
     kvfs_unlock(&d->lock);
@@ -330,22 +306,18 @@ static void enter_kernel(struct kvfs_device *d)
 }
 
 /* Hashes one payload, so that nothing waits in the ring for longer. */
-static void hash_one(struct kvfs_device *d)
-{
+static void hash_one(struct kvfs_device *d) {
     kvfs_lock(&d->lock);
-    if (d->hashing.count)
-        hash_next(d);
+    if (d->hashing.count) hash_next(d);
     kvfs_unlock(&d->lock);
 }
 
-static void serve(struct kvfs_device *d)
-{
+static void serve(struct kvfs_device *d) {
     for (;;) {
         arm_wake(d);
         begin_queued(d);
         if (is_stopping(d)) {
-            if (d->in_ring == 0 && !d->wake_armed)
-                return;
+            if (d->in_ring == 0 && !d->wake_armed) return;
             cancel_all(d);
         }
         enter_kernel(d);
@@ -356,15 +328,12 @@ static void serve(struct kvfs_device *d)
 
 /* Buffers of the pool are registered one by one as they are made, so that unused ones pin nothing. Files are not
  * registered: fio, with fixed buffers, gained nothing from --registerfiles. */
-static int open_ring(struct kvfs_device *d)
-{
+static int open_ring(struct kvfs_device *d) {
     unsigned entries = d->depth + 2;
     int rc = io_uring_queue_init(entries, &d->ring, IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN);
     d->deferred = rc == 0;
-    if (rc == -EINVAL)
-        rc = io_uring_queue_init(entries, &d->ring, 0);
-    if (rc < 0)
-        return rc;
+    if (rc == -EINVAL) rc = io_uring_queue_init(entries, &d->ring, 0);
+    if (rc < 0) return rc;
     if (!(d->ring.features & IORING_FEAT_FAST_POLL)) {
         io_uring_queue_exit(&d->ring);
         return -ENOSYS;
@@ -373,8 +342,7 @@ static int open_ring(struct kvfs_device *d)
     return 0;
 }
 
-static void set_ring_state(struct kvfs_device *d, int state)
-{
+static void set_ring_state(struct kvfs_device *d, int state) {
     kvfs_lock(&d->lock);
     d->ring_state = state;
     pthread_cond_broadcast(&d->changed);
@@ -382,13 +350,11 @@ static void set_ring_state(struct kvfs_device *d, int state)
     kvfs_unlock(&d->lock);
 }
 
-static void *ring_main(void *argument)
-{
+static void *ring_main(void *argument) {
     struct kvfs_device *d = (struct kvfs_device *)argument;
     int rc = open_ring(d);
     set_ring_state(d, rc < 0 ? rc : RING_RUNNING);
-    if (rc < 0)
-        return NULL;
+    if (rc < 0) return NULL;
     serve(d);
     io_uring_queue_exit(&d->ring);
     set_ring_state(d, RING_ENDED);
@@ -403,22 +369,18 @@ static int allocate(struct kvfs_device *d) UNCHECKED /* no thread yet */
     if (!d->requests || !d->buffers || queue_init(&d->free, d->depth) || queue_init(&d->queued, d->depth) ||
         queue_init(&d->hashing, d->depth) || queue_init(&d->done, d->depth))
         return -ENOMEM;
-    for (uint32_t number = 0; number < d->depth; number++)
-        queue_push(&d->free, number);
+    for (uint32_t number = 0; number < d->depth; number++) queue_push(&d->free, number);
     d->ring_state = RING_STARTING;
     d->wake_fd = eventfd(0, EFD_CLOEXEC);
     d->done_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     return d->wake_fd < 0 || d->done_fd < 0 ? -errno : 0;
 }
 
-static int start_threads(struct kvfs_device *d)
-{
+static int start_threads(struct kvfs_device *d) {
     int rc = kvfs_thread_start(&d->ring_thread, ring_main, d, 0);
-    if (rc < 0)
-        return rc;
+    if (rc < 0) return rc;
     kvfs_lock(&d->lock);
-    while (d->ring_state == RING_STARTING)
-        kvfs_wait(&d->changed, &d->lock);
+    while (d->ring_state == RING_STARTING) kvfs_wait(&d->changed, &d->lock);
     rc = d->ring_state;
     kvfs_unlock(&d->lock);
     if (rc < 0) {
@@ -434,11 +396,9 @@ static int start_threads(struct kvfs_device *d)
     return rc;
 }
 
-int kvfs_device_start(struct kvfs_device **out, uint32_t depth, uint32_t max_buffers)
-{
+int kvfs_device_start(struct kvfs_device **out, uint32_t depth, uint32_t max_buffers) {
     struct kvfs_device *d = calloc(1, sizeof *d);
-    if (!d)
-        return -ENOMEM;
+    if (!d) return -ENOMEM;
     d->depth = depth;
     d->max_buffers = max_buffers;
     d->wake_fd = d->done_fd = -1;
@@ -446,8 +406,7 @@ int kvfs_device_start(struct kvfs_device **out, uint32_t depth, uint32_t max_buf
     kvfs_cond_init(&d->hash_work);
     kvfs_cond_init(&d->changed);
     int rc = allocate(d);
-    if (rc == 0)
-        rc = start_threads(d);
+    if (rc == 0) rc = start_threads(d);
     if (rc < 0)
         kvfs_device_free(d);
     else
@@ -456,8 +415,7 @@ int kvfs_device_start(struct kvfs_device **out, uint32_t depth, uint32_t max_buf
 }
 
 int kvfs_device_submit(struct kvfs_device *d, enum kvfs_device_op op, int fd, uint64_t offset, void *data, size_t bytes,
-                       size_t payload_bytes)
-{
+                       size_t payload_bytes) {
     int wake = 0, rc;
     kvfs_lock(&d->lock);
     if (d->stop) {
@@ -477,23 +435,19 @@ int kvfs_device_submit(struct kvfs_device *d, enum kvfs_device_op op, int fd, ui
         d->asleep = 0;
     }
     kvfs_unlock(&d->lock);
-    if (wake)
-        signal_fd(d->wake_fd);
+    if (wake) signal_fd(d->wake_fd);
     return rc;
 }
 
-int kvfs_device_add_buffer(struct kvfs_device *d, void *data, size_t bytes)
-{
+int kvfs_device_add_buffer(struct kvfs_device *d, void *data, size_t bytes) {
     kvfs_lock(&d->lock);
     int rc = d->buffers_added == d->max_buffers ? -EAGAIN : 0;
-    if (rc == 0)
-        d->buffers[d->buffers_added++] = (struct buffer){.data = (uint8_t *)data, .bytes = bytes};
+    if (rc == 0) d->buffers[d->buffers_added++] = (struct buffer){.data = (uint8_t *)data, .bytes = bytes};
     kvfs_unlock(&d->lock);
     return rc;
 }
 
-uint32_t kvfs_device_reap(struct kvfs_device *d, struct kvfs_device_result *out)
-{
+uint32_t kvfs_device_reap(struct kvfs_device *d, struct kvfs_device_result *out) {
     uint64_t count;
     while (read(d->done_fd, &count, sizeof count) < 0 && errno == EINTR)
         ;
@@ -515,8 +469,7 @@ uint32_t kvfs_device_registered(struct kvfs_device *d) { return __atomic_load_n(
 
 int kvfs_device_deferred(struct kvfs_device *d) { return d->deferred; }
 
-int kvfs_device_stop(struct kvfs_device *d, int64_t timeout_ns)
-{
+int kvfs_device_stop(struct kvfs_device *d, int64_t timeout_ns) {
     struct timespec deadline = kvfs_deadline_after(timeout_ns);
     int rc = 0;
     kvfs_lock(&d->lock);
@@ -524,8 +477,7 @@ int kvfs_device_stop(struct kvfs_device *d, int64_t timeout_ns)
     kvfs_unlock(&d->lock);
     signal_fd(d->wake_fd);
     kvfs_lock(&d->lock);
-    while (d->ring_state != RING_ENDED && rc == 0)
-        rc = kvfs_wait_until(&d->changed, &d->lock, &deadline);
+    while (d->ring_state != RING_ENDED && rc == 0) rc = kvfs_wait_until(&d->changed, &d->lock, &deadline);
     rc = d->ring_state == RING_ENDED ? 0 : rc;
     kvfs_unlock(&d->lock);
     if (rc == 0) {
@@ -537,10 +489,8 @@ int kvfs_device_stop(struct kvfs_device *d, int64_t timeout_ns)
 
 void kvfs_device_free(struct kvfs_device *d) UNCHECKED /* no thread any more */
 {
-    if (d->wake_fd >= 0)
-        close(d->wake_fd);
-    if (d->done_fd >= 0)
-        close(d->done_fd);
+    if (d->wake_fd >= 0) close(d->wake_fd);
+    if (d->done_fd >= 0) close(d->done_fd);
     free(d->free.numbers);
     free(d->queued.numbers);
     free(d->hashing.numbers);
@@ -555,32 +505,27 @@ void kvfs_device_free(struct kvfs_device *d) UNCHECKED /* no thread any more */
 
 #else /* built where liburing's header was missing: a device cannot be started, so nothing else is called */
 
-int kvfs_device_start(struct kvfs_device **out, uint32_t depth, uint32_t max_buffers)
-{
+int kvfs_device_start(struct kvfs_device **out, uint32_t depth, uint32_t max_buffers) {
     (void)out, (void)depth, (void)max_buffers;
     return -ENOSYS;
 }
 int kvfs_device_submit(struct kvfs_device *d, enum kvfs_device_op op, int fd, uint64_t offset, void *data, size_t bytes,
-                       size_t payload_bytes)
-{
+                       size_t payload_bytes) {
     (void)d, (void)op, (void)fd, (void)offset, (void)data, (void)bytes, (void)payload_bytes;
     return -ENOSYS;
 }
-int kvfs_device_add_buffer(struct kvfs_device *d, void *data, size_t bytes)
-{
+int kvfs_device_add_buffer(struct kvfs_device *d, void *data, size_t bytes) {
     (void)d, (void)data, (void)bytes;
     return -ENOSYS;
 }
-uint32_t kvfs_device_reap(struct kvfs_device *d, struct kvfs_device_result *out)
-{
+uint32_t kvfs_device_reap(struct kvfs_device *d, struct kvfs_device_result *out) {
     (void)d, (void)out;
     return 0;
 }
 int kvfs_device_done_fd(struct kvfs_device *d) { return (void)d, -1; }
 uint32_t kvfs_device_registered(struct kvfs_device *d) { return (void)d, 0; }
 int kvfs_device_deferred(struct kvfs_device *d) { return (void)d, 0; }
-int kvfs_device_stop(struct kvfs_device *d, int64_t timeout_ns)
-{
+int kvfs_device_stop(struct kvfs_device *d, int64_t timeout_ns) {
     (void)d, (void)timeout_ns;
     return 0;
 }

@@ -22,8 +22,7 @@ struct queues {
     uint32_t head[QUEUES], tail[QUEUES], count[QUEUES];
 };
 
-static int queues_init(struct queues *q, uint32_t unique)
-{
+static int queues_init(struct queues *q, uint32_t unique) {
     memset(q, 0, sizeof *q);
     memset(q->head, 0xff, sizeof q->head);
     memset(q->tail, 0xff, sizeof q->tail);
@@ -31,11 +30,9 @@ static int queues_init(struct queues *q, uint32_t unique)
     return q->blocks ? 0 : -ENOMEM;
 }
 
-static void take_out(struct queues *q, uint32_t id)
-{
+static void take_out(struct queues *q, uint32_t id) {
     struct block *b = &q->blocks[id];
-    if (b->queue == OUTSIDE)
-        return;
+    if (b->queue == OUTSIDE) return;
     if (b->prev != NONE)
         q->blocks[b->prev].next = b->next;
     else
@@ -49,8 +46,7 @@ static void take_out(struct queues *q, uint32_t id)
 }
 
 /* To the end of a queue, from wherever it is. */
-static void put(struct queues *q, uint32_t id, uint8_t queue)
-{
+static void put(struct queues *q, uint32_t id, uint8_t queue) {
     struct block *b = &q->blocks[id];
     take_out(q, id);
     b->queue = queue;
@@ -66,16 +62,13 @@ static void put(struct queues *q, uint32_t id, uint8_t queue)
 
 static void drop_oldest(struct queues *q, uint8_t queue) { take_out(q, q->head[queue]); }
 
-static bool is_cached(const struct queues *q, uint32_t id)
-{
+static bool is_cached(const struct queues *q, uint32_t id) {
     return q->blocks[id].queue == FIRST || q->blocks[id].queue == SECOND;
 }
 
-static uint32_t prefix_hits(const struct queues *q, const struct kvfs_replay *r, uint64_t at)
-{
+static uint32_t prefix_hits(const struct queues *q, const struct kvfs_replay *r, uint64_t at) {
     uint64_t i = r->start[at];
-    while (i < r->start[at + 1] && is_cached(q, r->ids[i]))
-        i++;
+    while (i < r->start[at + 1] && is_cached(q, r->ids[i])) i++;
     return (uint32_t)(i - r->start[at]);
 }
 
@@ -83,8 +76,7 @@ static uint32_t prefix_hits(const struct queues *q, const struct kvfs_replay *r,
 #define S3_MOST_USES 3
 #define S3_SMALL_SHARE 10
 
-static void s3_use(struct queues *q, uint32_t id)
-{
+static void s3_use(struct queues *q, uint32_t id) {
     struct block *b = &q->blocks[id];
     if (is_cached(q, id)) {
         b->uses += b->uses < S3_MOST_USES;
@@ -94,14 +86,12 @@ static void s3_use(struct queues *q, uint32_t id)
     put(q, id, b->queue == GHOST ? SECOND : FIRST);
 }
 
-static uint32_t s3_evict_small(struct queues *q, uint32_t max_ghosts)
-{
+static uint32_t s3_evict_small(struct queues *q, uint32_t max_ghosts) {
     uint32_t id;
     while ((id = q->head[FIRST]) != NONE) {
         if (q->blocks[id].uses <= 1) {
             put(q, id, GHOST);
-            if (q->count[GHOST] > max_ghosts)
-                drop_oldest(q, GHOST);
+            if (q->count[GHOST] > max_ghosts) drop_oldest(q, GHOST);
             return id;
         }
         q->blocks[id].uses = 0;
@@ -110,11 +100,9 @@ static uint32_t s3_evict_small(struct queues *q, uint32_t max_ghosts)
     return NONE;
 }
 
-static uint32_t s3_evict(struct queues *q, uint32_t small, uint32_t max_ghosts)
-{
+static uint32_t s3_evict(struct queues *q, uint32_t small, uint32_t max_ghosts) {
     uint32_t id = q->count[FIRST] >= small || !q->count[SECOND] ? s3_evict_small(q, max_ghosts) : NONE;
-    if (id != NONE)
-        return id;
+    if (id != NONE) return id;
     while (q->blocks[id = q->head[SECOND]].uses) {
         q->blocks[id].uses--;
         put(q, id, SECOND);
@@ -123,16 +111,14 @@ static uint32_t s3_evict(struct queues *q, uint32_t small, uint32_t max_ghosts)
     return id;
 }
 
-int kvfs_replay_s3_fifo(struct kvfs_replay *r)
-{
+int kvfs_replay_s3_fifo(struct kvfs_replay *r) {
     uint32_t small = r->capacity / S3_SMALL_SHARE;
     small += !small;
     struct queues q;
     int rc = queues_init(&q, r->unique);
     for (uint64_t at = 0; !rc && at < r->requests; at++) {
         r->prefix_hits[at] = prefix_hits(&q, r, at);
-        for (uint64_t i = r->start[at + 1]; i-- > r->start[at];)
-            s3_use(&q, r->ids[i]);
+        for (uint64_t i = r->start[at + 1]; i-- > r->start[at];) s3_use(&q, r->ids[i]);
         while (q.count[FIRST] + q.count[SECOND] > r->capacity)
             note_victim(r, s3_evict(&q, small, r->capacity > small ? r->capacity - small : 0));
     }
@@ -141,8 +127,7 @@ int kvfs_replay_s3_fifo(struct kvfs_replay *r)
 }
 
 /* --- ARC: FIRST and SECOND are T1 and T2, GHOST and SECOND_GHOST are B1 and B2 --------------------------------------- */
-static void arc_use(struct queues *q, uint32_t id, uint32_t capacity, double *wanted)
-{
+static void arc_use(struct queues *q, uint32_t id, uint32_t capacity, double *wanted) {
     uint8_t queue = q->blocks[id].queue;
     double first = q->count[GHOST], second = q->count[SECOND_GHOST];
     if (queue == GHOST) {
@@ -155,27 +140,22 @@ static void arc_use(struct queues *q, uint32_t id, uint32_t capacity, double *wa
     put(q, id, queue == OUTSIDE ? FIRST : SECOND);
 }
 
-static uint32_t arc_evict(struct queues *q, double wanted)
-{
+static uint32_t arc_evict(struct queues *q, double wanted) {
     bool first = q->count[FIRST] && (q->count[FIRST] > wanted || !q->count[SECOND]);
     uint32_t id = q->head[first ? FIRST : SECOND];
     put(q, id, first ? GHOST : SECOND_GHOST);
     return id;
 }
 
-int kvfs_replay_arc(struct kvfs_replay *r)
-{
+int kvfs_replay_arc(struct kvfs_replay *r) {
     double wanted = 0; /* size of T1 */
     struct queues q;
     int rc = queues_init(&q, r->unique);
     for (uint64_t at = 0; !rc && at < r->requests; at++) {
         r->prefix_hits[at] = prefix_hits(&q, r, at);
-        for (uint64_t i = r->start[at + 1]; i-- > r->start[at];)
-            arc_use(&q, r->ids[i], r->capacity, &wanted);
-        while (q.count[FIRST] + q.count[SECOND] > r->capacity)
-            note_victim(r, arc_evict(&q, wanted));
-        while (q.count[GHOST] && q.count[FIRST] + q.count[GHOST] > r->capacity)
-            drop_oldest(&q, GHOST);
+        for (uint64_t i = r->start[at + 1]; i-- > r->start[at];) arc_use(&q, r->ids[i], r->capacity, &wanted);
+        while (q.count[FIRST] + q.count[SECOND] > r->capacity) note_victim(r, arc_evict(&q, wanted));
+        while (q.count[GHOST] && q.count[FIRST] + q.count[GHOST] > r->capacity) drop_oldest(&q, GHOST);
         while (q.count[SECOND_GHOST] && q.count[GHOST] + q.count[SECOND_GHOST] > r->capacity)
             drop_oldest(&q, SECOND_GHOST);
     }
@@ -194,55 +174,42 @@ struct heap {
     uint64_t count;
 };
 
-static bool goes_first(struct future a, struct future b)
-{
+static bool goes_first(struct future a, struct future b) {
     return a.next != b.next ? a.next > b.next : a.depth > b.depth;
 }
 
-static void heap_push(struct heap *h, struct future f)
-{
+static void heap_push(struct heap *h, struct future f) {
     uint64_t at = h->count++;
-    for (; at && goes_first(f, h->items[(at - 1) / 2]); at = (at - 1) / 2)
-        h->items[at] = h->items[(at - 1) / 2];
+    for (; at && goes_first(f, h->items[(at - 1) / 2]); at = (at - 1) / 2) h->items[at] = h->items[(at - 1) / 2];
     h->items[at] = f;
 }
 
-static struct future heap_pop(struct heap *h)
-{
+static struct future heap_pop(struct heap *h) {
     struct future top = h->items[0], last = h->items[--h->count];
     uint64_t at = 0, child;
     while ((child = 2 * at + 1) < h->count) {
-        if (child + 1 < h->count && goes_first(h->items[child + 1], h->items[child]))
-            child++;
-        if (!goes_first(h->items[child], last))
-            break;
+        if (child + 1 < h->count && goes_first(h->items[child + 1], h->items[child])) child++;
+        if (!goes_first(h->items[child], last)) break;
         h->items[at] = h->items[child];
         at = child;
     }
-    if (h->count)
-        h->items[at] = last;
+    if (h->count) h->items[at] = last;
     return top;
 }
 
 /* next[i]: the request that uses the block of reference i after its own. */
-static void find_next(const struct kvfs_replay *r, uint64_t *next, uint64_t *of_block)
-{
-    for (uint32_t id = 0; id < r->unique; id++)
-        of_block[id] = r->requests;
+static void find_next(const struct kvfs_replay *r, uint64_t *next, uint64_t *of_block) {
+    for (uint32_t id = 0; id < r->unique; id++) of_block[id] = r->requests;
     for (uint64_t at = r->requests; at-- > 0;) {
-        for (uint64_t i = r->start[at]; i < r->start[at + 1]; i++)
-            next[i] = of_block[r->ids[i]];
-        for (uint64_t i = r->start[at]; i < r->start[at + 1]; i++)
-            of_block[r->ids[i]] = at;
+        for (uint64_t i = r->start[at]; i < r->start[at + 1]; i++) next[i] = of_block[r->ids[i]];
+        for (uint64_t i = r->start[at]; i < r->start[at + 1]; i++) of_block[r->ids[i]] = at;
     }
 }
 
 static void min_request(struct kvfs_replay *r, uint64_t at, const uint64_t *next, uint64_t *cached, struct heap *h,
-                        uint32_t *count)
-{
+                        uint32_t *count) {
     uint64_t hits = r->start[at];
-    while (hits < r->start[at + 1] && cached[r->ids[hits]])
-        hits++;
+    while (hits < r->start[at + 1] && cached[r->ids[hits]]) hits++;
     r->prefix_hits[at] = (uint32_t)(hits - r->start[at]);
     for (uint64_t i = r->start[at + 1]; i-- > r->start[at];) {
         uint32_t id = r->ids[i];
@@ -260,8 +227,7 @@ static void min_request(struct kvfs_replay *r, uint64_t at, const uint64_t *next
     }
 }
 
-int kvfs_replay_min(struct kvfs_replay *r)
-{
+int kvfs_replay_min(struct kvfs_replay *r) {
     uint64_t references = r->start[r->requests];
     uint64_t *next = malloc((references + 1) * sizeof *next);
     uint64_t *cached = malloc((r->unique + 1ull) * sizeof *cached); /* 0, or 1 + the next use */
@@ -271,8 +237,7 @@ int kvfs_replay_min(struct kvfs_replay *r)
     if (!rc) {
         find_next(r, next, cached);
         memset(cached, 0, r->unique * sizeof *cached);
-        for (uint64_t at = 0; at < r->requests; at++)
-            min_request(r, at, next, cached, &h, &count);
+        for (uint64_t at = 0; at < r->requests; at++) min_request(r, at, next, cached, &h, &count);
     }
     free(next);
     free(cached);

@@ -24,13 +24,11 @@
 #define PRIOR 30.0       /* samples that a chance of a wider pool counts as; a prompt's blocks are not independent */
 
 /* By its place in the stream: what keys look like decides nothing. */
-static bool is_sampled(const struct learner *l, uint32_t clock)
-{
+static bool is_sampled(const struct learner *l, uint32_t clock) {
     return !((uint32_t)kvfs_mix(clock) >> (31 - l->shift) >> 1);
 }
 
-static void clear_samples(struct learner *l)
-{
+static void clear_samples(struct learner *l) {
     memset(l->buckets, 0xff, (l->bucket_mask + 1ull) * sizeof *l->buckets);
     l->oldest = l->newest = l->free = NONE;
     for (uint32_t i = l->max_samples; i-- > 0;) {
@@ -39,15 +37,13 @@ static void clear_samples(struct learner *l)
     }
 }
 
-int kvfs_learner_init(struct learner *l)
-{
+int kvfs_learner_init(struct learner *l) {
     memset(l, 0, sizeof *l);
     l->max_samples = MIN_SAMPLES;
     l->bucket_mask = MIN_SAMPLES - 1;
     l->samples = calloc(l->max_samples, sizeof *l->samples);
     l->buckets = malloc((l->bucket_mask + 1ull) * sizeof *l->buckets);
-    if (kvfs_shadow_init(&l->shadow) || kvfs_memory_init(&l->memory) || !l->samples || !l->buckets)
-        return -ENOMEM;
+    if (kvfs_shadow_init(&l->shadow) || kvfs_memory_init(&l->memory) || !l->samples || !l->buckets) return -ENOMEM;
     for (int at = 0; at < CELLS; at++) { /* until ranks are known: the older first */
         l->cells.at[at] = (uint16_t)(at % CLASSES * BINS + BINS - 1 - at / CLASSES);
         l->cells.position[l->cells.at[at]] = (uint16_t)at;
@@ -56,32 +52,27 @@ int kvfs_learner_init(struct learner *l)
     return 0;
 }
 
-void kvfs_learner_free(struct learner *l)
-{
+void kvfs_learner_free(struct learner *l) {
     free(l->samples);
     free(l->buckets);
     kvfs_memory_free(&l->memory);
     kvfs_shadow_free(&l->shadow);
 }
 
-uint64_t kvfs_learner_bytes(const struct learner *l)
-{
+uint64_t kvfs_learner_bytes(const struct learner *l) {
     return sizeof *l + l->max_samples * sizeof *l->samples + (l->bucket_mask + 1ull) * sizeof *l->buckets +
            kvfs_memory_bytes(&l->memory) + kvfs_shadow_bytes(&l->shadow);
 }
 
 /* --- samples ---------------------------------------------------------------------------------------------------- */
-static uint32_t *sample_slot(struct learner *l, uint32_t hash)
-{
+static uint32_t *sample_slot(struct learner *l, uint32_t hash) {
     uint32_t *at = &l->buckets[hash & l->bucket_mask];
-    while (*at != NONE && l->samples[*at].hash != hash)
-        at = &l->samples[*at].chain;
+    while (*at != NONE && l->samples[*at].hash != hash) at = &l->samples[*at].chain;
     return at;
 }
 
 /* A sample ends: its use was followed by another, or nobody waits for that any longer. */
-static void end_sample(struct learner *l, uint32_t i)
-{
+static void end_sample(struct learner *l, uint32_t i) {
     struct sample *s = &l->samples[i];
     if (s->prev != NONE)
         l->samples[s->prev].next = s->next;
@@ -96,8 +87,7 @@ static void end_sample(struct learner *l, uint32_t i)
     l->free = i;
 }
 
-static void start_sample(struct learner *l, uint32_t hash, int class, uint32_t clock)
-{
+static void start_sample(struct learner *l, uint32_t hash, int class, uint32_t clock) {
     if (l->free == NONE) {
         const struct sample *oldest = &l->samples[l->oldest];
         l->counts.ended[oldest->class][kvfs_age_bin(clock - oldest->stamp)] += 1;
@@ -117,44 +107,36 @@ static void start_sample(struct learner *l, uint32_t hash, int class, uint32_t c
 }
 
 /* A key was used; the caller passes every use. */
-void kvfs_learner_use(struct learner *l, uint32_t hash, int class, uint32_t clock)
-{
+void kvfs_learner_use(struct learner *l, uint32_t hash, int class, uint32_t clock) {
     uint32_t i = *sample_slot(l, hash);
     if (i != NONE) {
         const struct sample *s = &l->samples[i];
         l->counts.hits[s->class][kvfs_age_bin(clock - s->stamp)] += 1;
         end_sample(l, i);
     }
-    if (!is_sampled(l, clock))
-        return;
+    if (!is_sampled(l, clock)) return;
     l->since++;
     start_sample(l, hash, class, clock);
 }
 
 /* The key was used a moment ago, and more of its prompt has come: it is of another class. */
-void kvfs_learner_reclass(struct learner *l, uint32_t hash, int class)
-{
+void kvfs_learner_reclass(struct learner *l, uint32_t hash, int class) {
     uint32_t i = *sample_slot(l, hash);
-    if (i != NONE)
-        l->samples[i].class = (uint8_t) class;
+    if (i != NONE) l->samples[i].class = (uint8_t) class;
 }
 
-static int grow_samples(struct learner *l, uint32_t wanted)
-{
+static int grow_samples(struct learner *l, uint32_t wanted) {
     struct sample *samples = realloc(l->samples, wanted * sizeof *samples);
-    if (!samples)
-        return -ENOMEM;
+    if (!samples) return -ENOMEM;
     l->samples = samples;
     for (; l->max_samples < wanted; l->max_samples++) {
         samples[l->max_samples].chain = l->free;
         l->free = l->max_samples;
     }
-    if (wanted <= 2 * (l->bucket_mask + 1ull))
-        return 0;
+    if (wanted <= 2 * (l->bucket_mask + 1ull)) return 0;
     uint32_t mask = 2 * l->bucket_mask + 1;
     uint32_t *buckets = malloc((mask + 1ull) * sizeof *buckets);
-    if (!buckets)
-        return -ENOMEM;
+    if (!buckets) return -ENOMEM;
     free(l->buckets);
     l->buckets = buckets;
     l->bucket_mask = mask;
@@ -167,25 +149,20 @@ static int grow_samples(struct learner *l, uint32_t wanted)
 }
 
 /* Make samples, their rate and the memory fit so many units. */
-int kvfs_learner_fit(struct learner *l, uint32_t population)
-{
+int kvfs_learner_fit(struct learner *l, uint32_t population) {
     l->memory.units = population;
     if (population / SAMPLE_SHARE > l->max_samples + l->max_samples / 8) {
         int rc = grow_samples(l, population / SAMPLE_SHARE);
-        if (rc)
-            return rc;
+        if (rc) return rc;
     }
     int shift = l->shift;
-    while ((uint64_t)population * HORIZON >> shift > l->max_samples)
-        shift++;
-    while (shift && (uint64_t)population * HORIZON >> (shift - 1) < l->max_samples / 2)
-        shift--;
+    while ((uint64_t)population * HORIZON >> shift > l->max_samples) shift++;
+    while (shift && (uint64_t)population * HORIZON >> (shift - 1) < l->max_samples / 2) shift--;
     bool sparser = shift > l->shift;
     l->shift = shift;
     for (uint32_t i = l->oldest, next; sparser && i != NONE; i = next) {
         next = l->samples[i].next;
-        if (!is_sampled(l, l->samples[i].stamp))
-            end_sample(l, i);
+        if (!is_sampled(l, l->samples[i].stamp)) end_sample(l, i);
     }
     return 0;
 }
@@ -193,8 +170,7 @@ int kvfs_learner_fit(struct learner *l, uint32_t population)
 /* --- ranks ------------------------------------------------------------------------------------------------------ */
 bool kvfs_learner_due(const struct learner *l) { return l->since >= RANK_EVERY; }
 
-void kvfs_policy_ranks(const double *chance, const double *edges, int bins, double *ranks)
-{
+void kvfs_policy_ranks(const double *chance, const double *edges, int bins, double *ranks) {
     for (int from = 0; from < bins; from++) {
         double here = 1, hits = 0, time = 0; /* share still unused, hits and time spent so far */
         ranks[from] = 0;
@@ -205,15 +181,13 @@ void kvfs_policy_ranks(const double *chance, const double *edges, int bins, doub
             hits += used;
             time += width * (here - used / 2);
             here -= used;
-            if (hits > ranks[from] * time)
-                ranks[from] = hits / time;
+            if (hits > ranks[from] * time) ranks[from] = hits / time;
         }
     }
 }
 
 /* How many samples came to the middle of each bin: those that were used or ended later, and half of the bin's own. */
-static void survivors(const double *hits, const double *ended, double *came)
-{
+static void survivors(const double *hits, const double *ended, double *came) {
     double later = 0;
     for (int bin = BINS - 1; bin >= 0; bin--) {
         double here = hits[bin] + ended[bin];
@@ -236,8 +210,7 @@ struct ranking {
     double rank[CELLS];
 };
 
-static void gather(const struct learner *l, uint32_t clock, struct ranking *r)
-{
+static void gather(const struct learner *l, uint32_t clock, struct ranking *r) {
     struct counts now = l->counts;
     for (uint32_t i = l->oldest; i != NONE; i = l->samples[i].next) {
         const struct sample *s = &l->samples[i];
@@ -257,8 +230,7 @@ static void gather(const struct learner *l, uint32_t clock, struct ranking *r)
     }
 }
 
-static void rank_class(const struct ranking *r, int class, uint32_t clock, double *ranks)
-{
+static void rank_class(const struct ranking *r, int class, uint32_t clock, double *ranks) {
     const struct evidence *mine = &r->of_class[class], *kind = &r->of_kind[class / PER_KIND];
     const struct evidence *turn = &r->of_turn[class / PER_KIND][class % TURNS];
     double chance[BINS], edges[BINS + 1];
@@ -272,24 +244,19 @@ static void rank_class(const struct ranking *r, int class, uint32_t clock, doubl
     }
     edges[bins] = kvfs_age_edge(bins);
     kvfs_policy_ranks(chance, edges, bins, ranks);
-    for (; bins < BINS; bins++)
-        ranks[bins] = 0;
+    for (; bins < BINS; bins++) ranks[bins] = 0;
 }
 
-static int by_rank(const void *a, const void *b, void *ranks)
-{
+static int by_rank(const void *a, const void *b, void *ranks) {
     int left = *(const uint16_t *)a, right = *(const uint16_t *)b;
     double difference = ((const double *)ranks)[left] - ((const double *)ranks)[right];
-    if (difference != 0)
-        return difference < 0 ? -1 : 1;
-    if (left % BINS != right % BINS)
-        return right % BINS - left % BINS; /* without evidence, the older first */
+    if (difference != 0) return difference < 0 ? -1 : 1;
+    if (left % BINS != right % BINS) return right % BINS - left % BINS; /* without evidence, the older first */
     return left - right;
 }
 
 /* Compute the order of cells anew. Older counts fade, so that the policy follows changes. */
-void kvfs_learner_rank(struct learner *l, uint32_t clock)
-{
+void kvfs_learner_rank(struct learner *l, uint32_t clock) {
     struct ranking *r = calloc(1, sizeof *r);
     if (!r) /* the order stays as it was; the next time is RANK_EVERY away */
         return;
@@ -302,8 +269,7 @@ void kvfs_learner_rank(struct learner *l, uint32_t clock)
         }
     }
     qsort_r(l->cells.at, CELLS, sizeof *l->cells.at, by_rank, r->rank);
-    for (int at = 0; at < CELLS; at++)
-        l->cells.position[l->cells.at[at]] = (uint16_t)at;
+    for (int at = 0; at < CELLS; at++) l->cells.position[l->cells.at[at]] = (uint16_t)at;
     free(r);
     l->ranked = true;
     l->since = 0;

@@ -40,8 +40,7 @@ struct lists {
     uint64_t used_words[(CELL_WORDS + 63) / 64];
 };
 
-static inline struct link *link_of(const struct lists *l, uint32_t item)
-{
+static inline struct link *link_of(const struct lists *l, uint32_t item) {
     return (struct link *)(l->base + item * l->stride);
 }
 
@@ -183,8 +182,7 @@ struct kvfs_policy {
     struct learner *learner;     /* NULL: by last use */
 };
 
-static inline uint64_t kvfs_mix(uint64_t x)
-{
+static inline uint64_t kvfs_mix(uint64_t x) {
     x += 0x9e3779b97f4a7c15u;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -203,10 +201,8 @@ int kvfs_run_place(struct kvfs_policy *p);
 void kvfs_run_close(struct kvfs_policy *p);
 
 /* --- replays: replay.c, baselines.c ---------------------------------------------------------------- */
-static inline void note_victim(struct kvfs_replay *r, uint32_t id)
-{
-    if (r->victims && r->evicted < r->max_victims)
-        r->victims[r->evicted] = id;
+static inline void note_victim(struct kvfs_replay *r, uint32_t id) {
+    if (r->victims && r->evicted < r->max_victims) r->victims[r->evicted] = id;
     r->evicted++;
 }
 

@@ -22,60 +22,49 @@
 static int turn_class(int turn) { return turn <= 2 ? 0 : turn <= 4 ? 1 : 2; }
 
 /* By octaves: none or one, 2, 4, ... 128 and more. */
-static int length_class(uint32_t blocks)
-{
+static int length_class(uint32_t blocks) {
     int octave = blocks < 2 ? 0 : 31 - __builtin_clz(blocks);
     return octave > 7 ? 7 : octave;
 }
 
-static int class_of(const struct run *r, const struct node *n, uint32_t at)
-{
+static int class_of(const struct run *r, const struct node *n, uint32_t at) {
     int last = at + 1 == r->count, hit = (n->link.flags & WAS_HIT) != 0;
     return turn_class(r->turn) + 3 * (length_class(r->count - r->known) + 8 * (last + 2 * hit));
 }
 
-static bool continues(const struct kvfs_policy *p, uint32_t unit)
-{
+static bool continues(const struct kvfs_policy *p, uint32_t unit) {
     const struct run *r = &p->run;
-    if (!r->count || r->count >= MAX_RUN)
-        return false;
+    if (!r->count || r->count >= MAX_RUN) return false;
     uint32_t last = r->nodes[r->count - 1];
     bool forwards = parent_of(&p->nodes[unit]) == last, backwards = parent_of(&p->nodes[last]) == unit;
-    if (r->count == 1 && !r->placed)
-        return forwards || backwards;
+    if (r->count == 1 && !r->placed) return forwards || backwards;
     return r->backwards && !r->placed ? backwards : forwards;
 }
 
-void kvfs_run_close(struct kvfs_policy *p)
-{
+void kvfs_run_close(struct kvfs_policy *p) {
     struct run *r = &p->run;
-    for (uint32_t i = 0; i < r->count; i++)
-        p->nodes[r->nodes[i]].link.flags &= (uint8_t) ~(IN_RUN | WAS_HIT);
+    for (uint32_t i = 0; i < r->count; i++) p->nodes[r->nodes[i]].link.flags &= (uint8_t) ~(IN_RUN | WAS_HIT);
     r->count = r->placed = r->known = 0;
     r->turn = 1;
     r->backwards = false;
 }
 
 /* Add a unit that is in no list, as used now. */
-int kvfs_run_add(struct kvfs_policy *p, uint32_t unit, bool hit)
-{
+int kvfs_run_add(struct kvfs_policy *p, uint32_t unit, bool hit) {
     struct run *r = &p->run;
     if (!continues(p, unit)) {
         int rc = kvfs_run_place(p);
-        if (rc)
-            return rc;
+        if (rc) return rc;
         kvfs_run_close(p);
     }
     if (r->count == r->room) {
         uint32_t room = r->room ? 2 * r->room : 64;
         uint32_t *nodes = realloc(r->nodes, room * sizeof *nodes);
-        if (!nodes)
-            return -ENOMEM;
+        if (!nodes) return -ENOMEM;
         r->nodes = nodes;
         r->room = room;
     }
-    if (r->count == 1 && !r->placed)
-        r->backwards = parent_of(&p->nodes[r->nodes[0]]) == unit;
+    if (r->count == 1 && !r->placed) r->backwards = parent_of(&p->nodes[r->nodes[0]]) == unit;
     struct link *link = &p->nodes[unit].link;
     link->place = RUN;
     link->flags |= (uint8_t)(IN_RUN | (hit ? WAS_HIT : 0));
@@ -83,8 +72,7 @@ int kvfs_run_add(struct kvfs_policy *p, uint32_t unit, bool hit)
     return 0;
 }
 
-static void turn_round(struct run *r)
-{
+static void turn_round(struct run *r) {
     for (uint32_t i = 0, j = r->count; i + 1 < j; i++) {
         uint32_t swapped = r->nodes[i];
         r->nodes[i] = r->nodes[--j];
@@ -93,8 +81,7 @@ static void turn_round(struct run *r)
 }
 
 /* What is known of the blocks from `from` on: how far the prompt was seen before, and so in which turn it is. */
-static void recognise(struct kvfs_policy *p, uint32_t from)
-{
+static void recognise(struct kvfs_policy *p, uint32_t from) {
     struct run *r = &p->run;
     for (uint32_t i = r->count; i-- > from;) {
         struct node *n = &p->nodes[r->nodes[i]];
@@ -113,8 +100,7 @@ static void recognise(struct kvfs_policy *p, uint32_t from)
         r->turn = p->nodes[parent].turn + 1;
 }
 
-static void number_blocks(struct kvfs_policy *p, uint32_t from)
-{
+static void number_blocks(struct kvfs_policy *p, uint32_t from) {
     struct run *r = &p->run;
     for (uint32_t i = from; i < r->count; i++) {
         struct node *n = &p->nodes[r->nodes[i]];
@@ -125,23 +111,19 @@ static void number_blocks(struct kvfs_policy *p, uint32_t from)
 }
 
 /* New blocks belong to the run's turn; the memory keeps the turn in which it saw a block first. */
-static void remember(struct kvfs_policy *p, uint32_t from)
-{
+static void remember(struct kvfs_policy *p, uint32_t from) {
     struct run *r = &p->run;
     for (uint32_t i = r->count; i-- > from;) {
         struct node *n = &p->nodes[r->nodes[i]];
-        if (!(n->link.flags & WAS_HIT))
-            n->turn = r->turn;
-        if (n->depth % MEMORY_STEP != MEMORY_STEP - 1)
-            continue;
+        if (!(n->link.flags & WAS_HIT)) n->turn = r->turn;
+        if (n->depth % MEMORY_STEP != MEMORY_STEP - 1) continue;
         uint8_t seen = kvfs_memory_turn(&p->learner->memory, kvfs_node_hash(n));
         kvfs_memory_add(&p->learner->memory, kvfs_node_hash(n), seen ? seen : n->turn);
     }
 }
 
 /* Give the blocks from `from` on their place; those from `fresh` on have none yet. */
-static void place_blocks(struct kvfs_policy *p, uint32_t from, uint32_t fresh)
-{
+static void place_blocks(struct kvfs_policy *p, uint32_t from, uint32_t fresh) {
     struct run *r = &p->run;
     uint32_t stamp = p->clock - (r->count - from);
     for (uint32_t i = r->count; i-- > from;) {
@@ -163,14 +145,11 @@ static void place_blocks(struct kvfs_policy *p, uint32_t from, uint32_t fresh)
     }
 }
 
-int kvfs_run_place(struct kvfs_policy *p)
-{
+int kvfs_run_place(struct kvfs_policy *p) {
     struct run *r = &p->run;
     uint32_t fresh = r->placed;
-    if (fresh == r->count)
-        return 0;
-    if (!fresh && r->backwards)
-        turn_round(r);
+    if (fresh == r->count) return 0;
+    if (!fresh && r->backwards) turn_round(r);
     int length = length_class(fresh - r->known), turn = turn_class(r->turn);
     number_blocks(p, fresh);
     recognise(p, fresh);

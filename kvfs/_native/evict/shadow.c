@@ -39,8 +39,7 @@
 #define RECENT 4            /* capacities of uses, in which what was won fades to less than a half */
 #define GHOSTS_FOR_CREDIT 2 /* that may be out for each loss that the credit covers: few are used again */
 
-int kvfs_shadow_init(struct shadow *s)
-{
+int kvfs_shadow_init(struct shadow *s) {
     memset(s, 0, sizeof *s);
     s->room = MIN_ROOM;
     s->ghosts = calloc(MIN_ROOM, sizeof *s->ghosts);
@@ -54,63 +53,49 @@ uint64_t kvfs_shadow_bytes(const struct shadow *s) { return s->room * sizeof *s-
 /* --- time ------------------------------------------------------------------------------------------------------- */
 static uint32_t bucket_of(const struct shadow *s, uint32_t stamp) { return (stamp - s->base) >> s->shift; }
 
-static bool is_counted(const struct shadow *s, uint32_t stamp)
-{
+static bool is_counted(const struct shadow *s, uint32_t stamp) {
     uint32_t bucket = bucket_of(s, stamp);
     return bucket >= s->oldest && bucket < SHADOW_BUCKETS;
 }
 
-static bool is_within(const struct shadow *s, uint32_t stamp)
-{
+static bool is_within(const struct shadow *s, uint32_t stamp) {
     return is_counted(s, stamp) && stamp - s->base >= s->edge - s->base;
 }
 
-static void count(struct shadow *s, uint32_t stamp)
-{
+static void count(struct shadow *s, uint32_t stamp) {
     s->used[bucket_of(s, stamp)]++;
     s->held++;
 }
 
 /* Where a bucket was cut in two its units may be counted in the other half. */
-static void uncount(struct shadow *s, uint32_t stamp)
-{
-    if (!is_counted(s, stamp))
-        return;
+static void uncount(struct shadow *s, uint32_t stamp) {
+    if (!is_counted(s, stamp)) return;
     uint32_t bucket = bucket_of(s, stamp);
-    if (!s->used[bucket])
-        bucket ^= 1;
-    if (bucket < s->oldest || !s->used[bucket])
-        return;
+    if (!s->used[bucket]) bucket ^= 1;
+    if (bucket < s->oldest || !s->used[bucket]) return;
     s->used[bucket]--;
     s->held--;
 }
 
-static void uncount_ghost(struct shadow *s, uint32_t stamp)
-{
+static void uncount_ghost(struct shadow *s, uint32_t stamp) {
     uint32_t bucket = bucket_of(s, stamp);
-    if (!s->ghosts_of[bucket])
-        bucket ^= 1;
-    if (bucket < s->oldest || !s->ghosts_of[bucket])
-        return;
+    if (!s->ghosts_of[bucket]) bucket ^= 1;
+    if (bucket < s->oldest || !s->ghosts_of[bucket]) return;
     s->ghosts_of[bucket]--;
     s->missing--;
 }
 
-static void move_down(uint32_t *counts, uint32_t by)
-{
+static void move_down(uint32_t *counts, uint32_t by) {
     memmove(counts, counts + by, (SHADOW_BUCKETS - by) * sizeof *counts);
     memset(counts + SHADOW_BUCKETS - by, 0, by * sizeof *counts);
 }
 
-static void join_pairs(uint32_t *counts)
-{
-    for (uint32_t i = 0; i < SHADOW_BUCKETS / 2; i++)
-        counts[i] = counts[2 * i] + counts[2 * i + 1];
+static void join_pairs(uint32_t *counts) {
+    for (uint32_t i = 0; i < SHADOW_BUCKETS / 2; i++) counts[i] = counts[2 * i] + counts[2 * i + 1];
     memset(counts + SHADOW_BUCKETS / 2, 0, SHADOW_BUCKETS / 2 * sizeof *counts);
 }
 
-static void split(uint32_t *counts)
-{
+static void split(uint32_t *counts) {
     for (uint32_t i = SHADOW_BUCKETS / 2; i-- > 0;) {
         uint32_t all = counts[i];
         counts[2 * i] = all / 2;
@@ -119,8 +104,7 @@ static void split(uint32_t *counts)
 }
 
 /* Make the buckets reach to `clock`: by what is no longer counted, else by buckets of twice the time. */
-void kvfs_shadow_reach(struct shadow *s, uint32_t clock)
-{
+void kvfs_shadow_reach(struct shadow *s, uint32_t clock) {
     while (bucket_of(s, clock) >= SHADOW_BUCKETS) {
         if (s->oldest >= SHADOW_BUCKETS / 2) {
             uint32_t by = s->oldest & ~1u, span = bucket_of(s, clock) - s->oldest;
@@ -144,8 +128,7 @@ void kvfs_shadow_reach(struct shadow *s, uint32_t clock)
 }
 
 /* Evict from the shadow, in which all was used by `clock`, down to `units`. */
-void kvfs_shadow_evict(struct shadow *s, uint32_t clock, uint32_t units)
-{
+void kvfs_shadow_evict(struct shadow *s, uint32_t clock, uint32_t units) {
     while (s->held - s->used[s->oldest] >= units && s->oldest < bucket_of(s, clock)) {
         s->held -= s->used[s->oldest];
         s->missing -= s->ghosts_of[s->oldest];
@@ -160,23 +143,19 @@ static uint32_t home(const struct shadow *s, uint32_t hash) { return (uint32_t)(
 
 static uint32_t after(const struct shadow *s, uint32_t i) { return i + 1 == s->room ? 0 : i + 1; }
 
-static struct ghost *find_ghost(struct shadow *s, uint32_t hash)
-{
+static struct ghost *find_ghost(struct shadow *s, uint32_t hash) {
     uint32_t i = home(s, hash);
-    while (s->ghosts[i].stamp && s->ghosts[i].hash != hash)
-        i = after(s, i);
+    while (s->ghosts[i].stamp && s->ghosts[i].hash != hash) i = after(s, i);
     return &s->ghosts[i];
 }
 
 /* Take a ghost out of its row of neighbours: those behind it that this lets come closer to their home do. */
-static void drop_ghost(struct shadow *s, struct ghost *g)
-{
+static void drop_ghost(struct shadow *s, struct ghost *g) {
     uint32_t hole = (uint32_t)(g - s->ghosts);
     for (uint32_t i = after(s, hole); s->ghosts[i].stamp; i = after(s, i)) {
         uint32_t from = home(s, s->ghosts[i].hash);
         bool stays = hole <= i ? hole < from && from <= i : hole < from || from <= i;
-        if (stays)
-            continue;
+        if (stays) continue;
         s->ghosts[hole] = s->ghosts[i];
         hole = i;
     }
@@ -185,21 +164,18 @@ static void drop_ghost(struct shadow *s, struct ghost *g)
 }
 
 /* A table of 1.6 times the living ghosts. */
-static int renew_ghosts(struct shadow *s)
-{
+static int renew_ghosts(struct shadow *s) {
     uint32_t before = s->room;
     struct ghost *old = s->ghosts;
     uint32_t room = (uint32_t)(s->missing * 1.6);
     room = room > MIN_ROOM ? room : MIN_ROOM;
     struct ghost *ghosts = calloc(room, sizeof *ghosts);
-    if (!ghosts)
-        return -ENOMEM;
+    if (!ghosts) return -ENOMEM;
     s->ghosts = ghosts;
     s->room = room;
     s->filled = 0;
     for (uint32_t i = 0; i < before; i++) {
-        if (!old[i].stamp || !is_within(s, old[i].stamp) || s->filled + 1 >= room)
-            continue;
+        if (!old[i].stamp || !is_within(s, old[i].stamp) || s->filled + 1 >= room) continue;
         *find_ghost(s, old[i].hash) = old[i];
         s->filled++;
     }
@@ -209,8 +185,7 @@ static int renew_ghosts(struct shadow *s)
 
 /* --- what happens -------------------------------------------------------------------------------------------------- */
 /* A unit that is here was used: `before` is its use before that, 0 for one that came now. */
-void kvfs_shadow_use(struct shadow *s, uint32_t hash, uint32_t before, uint32_t stamp)
-{
+void kvfs_shadow_use(struct shadow *s, uint32_t hash, uint32_t before, uint32_t stamp) {
     if (before) {
         s->gains += !is_within(s, before);
         uncount(s, before);
@@ -229,24 +204,19 @@ void kvfs_shadow_use(struct shadow *s, uint32_t hash, uint32_t before, uint32_t 
 }
 
 /* A unit that is here is now taken for one used at `stamp`. */
-void kvfs_shadow_restamp(struct shadow *s, uint32_t before, uint32_t stamp)
-{
+void kvfs_shadow_restamp(struct shadow *s, uint32_t before, uint32_t stamp) {
     uncount(s, before);
     count(s, stamp);
 }
 
 /* A unit is no longer here. */
-void kvfs_shadow_remove(struct shadow *s, uint32_t hash, uint32_t stamp, bool evicted)
-{
-    if (!stamp)
-        return;
+void kvfs_shadow_remove(struct shadow *s, uint32_t hash, uint32_t stamp, bool evicted) {
+    if (!stamp) return;
     if (!evicted || !is_within(s, stamp)) {
-        if (!evicted)
-            uncount(s, stamp);
+        if (!evicted) uncount(s, stamp);
         return;
     }
-    if ((s->filled + 1) * 5ull > s->room * 4ull && renew_ghosts(s) && s->filled + 2 > s->room)
-        return;
+    if ((s->filled + 1) * 5ull > s->room * 4ull && renew_ghosts(s) && s->filled + 2 > s->room) return;
     struct ghost *g = find_ghost(s, hash);
     s->filled += !g->stamp;
     *g = (struct ghost){hash, stamp};
@@ -258,15 +228,13 @@ void kvfs_shadow_remove(struct shadow *s, uint32_t hash, uint32_t stamp, bool ev
 static double at_most(double value, double most) { return value < most ? value : most; }
 
 /* A prompt of `uses` blocks has scored, in a cache that is full with `units`, or not full yet: 0. */
-void kvfs_shadow_judge(struct shadow *s, uint32_t uses, uint32_t units)
-{
+void kvfs_shadow_judge(struct shadow *s, uint32_t uses, uint32_t units) {
     double lead = (double)s->gains - s->losses;
     s->gains = s->losses = 0;
     s->judged += uses;
     s->balance += ALLOWANCE * uses;
     s->credit += REGAINED * uses;
-    if (!units)
-        return;
+    if (!units) return;
     double fading = RECENT * (double)units;
     s->won = s->won * fading / (fading + uses) + lead;
     s->won = s->won > 0 ? s->won : 0;
@@ -275,7 +243,6 @@ void kvfs_shadow_judge(struct shadow *s, uint32_t uses, uint32_t units)
 }
 
 /* Whether one more of what last use would hold may be evicted. */
-bool kvfs_shadow_allows(const struct shadow *s)
-{
+bool kvfs_shadow_allows(const struct shadow *s) {
     return s->missing + 1 <= s->balance && s->missing + 1 <= GHOSTS_FOR_CREDIT * s->credit;
 }

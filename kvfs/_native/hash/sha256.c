@@ -19,8 +19,7 @@ const uint32_t kvfs_sha256_initial[8] = {
 
 static inline uint32_t rotate(uint32_t x, int n) { return (x >> n) | (x << (32 - n)); }
 
-static inline uint32_t load_be32(const uint8_t *from)
-{
+static inline uint32_t load_be32(const uint8_t *from) {
     return (uint32_t)from[0] << 24 | (uint32_t)from[1] << 16 | (uint32_t)from[2] << 8 | from[3];
 }
 
@@ -37,8 +36,7 @@ static inline uint32_t load_be32(const uint8_t *from)
     } while (0)
 
 /* w is a ring of the last 16 schedule words. */
-static void portable_block(uint32_t state[8], const uint8_t *data)
-{
+static void portable_block(uint32_t state[8], const uint8_t *data) {
     uint32_t w[16], v[8];
     int first = 0;
     memcpy(v, state, sizeof v);
@@ -56,16 +54,13 @@ static void portable_block(uint32_t state[8], const uint8_t *data)
             ROUND(w[t]);
         }
     }
-    for (int i = 0; i < 8; i++)
-        state[i] += v[i];
+    for (int i = 0; i < 8; i++) state[i] += v[i];
 }
 #undef ROUND
 #undef AT
 
-void kvfs_sha256_portable(uint32_t state[8], const uint8_t *data, size_t blocks)
-{
-    for (; blocks > 0; blocks--, data += 64)
-        portable_block(state, data);
+void kvfs_sha256_portable(uint32_t state[8], const uint8_t *data, size_t blocks) {
+    for (; blocks > 0; blocks--, data += 64) portable_block(state, data);
 }
 
 #if defined(__x86_64__)
@@ -73,8 +68,7 @@ void kvfs_sha256_portable(uint32_t state[8], const uint8_t *data, size_t blocks)
 #include <immintrin.h>
 
 /* Four rounds a step; w holds the 16 schedule words that the next steps need, as a ring of four vectors. */
-__attribute__((target("sha,sse4.1"))) static void sha_ni_blocks(uint32_t state[8], const uint8_t *data, size_t blocks)
-{
+__attribute__((target("sha,sse4.1"))) static void sha_ni_blocks(uint32_t state[8], const uint8_t *data, size_t blocks) {
     const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
     __m128i badc = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i *)state), 0xb1);
     __m128i hgfe = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i *)(state + 4)), 0x1b);
@@ -82,8 +76,7 @@ __attribute__((target("sha,sse4.1"))) static void sha_ni_blocks(uint32_t state[8
     for (; blocks > 0; blocks--, data += 64) {
         const __m128i abef_before = abef, cdgh_before = cdgh;
         __m128i w[4];
-        for (int i = 0; i < 4; i++)
-            w[i] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)data + i), big_endian);
+        for (int i = 0; i < 4; i++) w[i] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)data + i), big_endian);
 #pragma GCC unroll 16
         for (int step = 0; step < 16; step++) {
             const int now = step & 3, last = (step + 3) & 3;
@@ -104,17 +97,14 @@ __attribute__((target("sha,sse4.1"))) static void sha_ni_blocks(uint32_t state[8
     _mm_storeu_si128((__m128i *)(state + 4), _mm_alignr_epi8(dchg, feba, 8));
 }
 
-static int has_sha_extensions(void)
-{
+static int has_sha_extensions(void) {
     unsigned a, b, c, d;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_SSE4_1) || !(c & bit_SSSE3))
-        return 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_SSE4_1) || !(c & bit_SSSE3)) return 0;
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_SHA) != 0;
 }
 
 /* Asked once: a virtual machine's CPUID goes to the hypervisor, which took 20 us. */
-kvfs_sha256_blocks kvfs_sha256_accelerated(void)
-{
+kvfs_sha256_blocks kvfs_sha256_accelerated(void) {
     static int known = -1;
     int has = __atomic_load_n(&known, __ATOMIC_RELAXED);
     if (has < 0) {

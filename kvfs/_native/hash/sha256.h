@@ -23,8 +23,7 @@ void kvfs_sha256_portable(uint32_t state[8], const uint8_t *data, size_t blocks)
 /* NULL where the processor or the build has no SHA extensions. */
 kvfs_sha256_blocks kvfs_sha256_accelerated(void);
 
-static inline void kvfs_store_be32(uint8_t *to, uint32_t value)
-{
+static inline void kvfs_store_be32(uint8_t *to, uint32_t value) {
     to[0] = (uint8_t)(value >> 24);
     to[1] = (uint8_t)(value >> 16);
     to[2] = (uint8_t)(value >> 8);

@@ -9,14 +9,11 @@
 
 static inline uint64_t kvfs_xxh3_64(const void *data, size_t bytes) { return XXH3_64bits(data, bytes); }
 
-static inline uint64_t kvfs_xxh3_pieces(const struct iovec *vectors, ssize_t pieces)
-{
-    if (pieces == 1)
-        return kvfs_xxh3_64(vectors->iov_base, vectors->iov_len);
+static inline uint64_t kvfs_xxh3_pieces(const struct iovec *vectors, ssize_t pieces) {
+    if (pieces == 1) return kvfs_xxh3_64(vectors->iov_base, vectors->iov_len);
     XXH3_state_t state;
     XXH3_64bits_reset(&state);
-    for (ssize_t i = 0; i < pieces; i++)
-        XXH3_64bits_update(&state, vectors[i].iov_base, vectors[i].iov_len);
+    for (ssize_t i = 0; i < pieces; i++) XXH3_64bits_update(&state, vectors[i].iov_base, vectors[i].iov_len);
     return XXH3_64bits_digest(&state);
 }
 

@@ -44,50 +44,41 @@
 #define PIECE_BYTES ((size_t)64 << 10)
 #define SMALL_BYTES 65536u
 
-static void notify(struct kvfs_remote_server *s)
-{
+static void notify(struct kvfs_remote_server *s) {
     const uint64_t one = 1;
     (void)!write(s->notify_fd, &one, sizeof one);
 }
 
 /* A socket's own call has waited as long as its timeout says (prepare). A session is waited for here, and a request over
  * it has to be whole in that time, however many records its bytes are in. */
-static int wait_for_peer(const void *of, short events)
-{
+static int wait_for_peer(const void *of, short events) {
     const struct kvfs_remote_connection *c = (const struct kvfs_remote_connection *)of;
     struct pollfd waits = {.fd = c->channel.fd, .events = events};
-    if (c->channel.session == NULL)
-        return -ETIMEDOUT;
+    if (c->channel.session == NULL) return -ETIMEDOUT;
     const int64_t spent_ns = events & POLLIN ? kvfs_clock_ns(CLOCK_MONOTONIC) - c->begun_ns : 0;
     const int64_t left_ms = (PEER_WAIT_NS - spent_ns) / 1000000;
     const int ready = left_ms > 0 ? poll(&waits, 1, (int)left_ms) : 0;
-    if (ready < 0 && errno != EINTR)
-        return -errno;
+    if (ready < 0 && errno != EINTR) return -errno;
     return ready == 0 ? -ETIMEDOUT : 0;
 }
 
-static int receive_all(const struct kvfs_remote_connection *c, void *into, size_t bytes)
-{
+static int receive_all(const struct kvfs_remote_connection *c, void *into, size_t bytes) {
     return kvfs_receive_all(&c->channel, into, bytes, 0, wait_for_peer, c);
 }
 
-static int send_all(const struct kvfs_remote_connection *c, const void *data, size_t bytes, int flags)
-{
+static int send_all(const struct kvfs_remote_connection *c, const void *data, size_t bytes, int flags) {
     return kvfs_send_all(&c->channel, data, bytes, flags, wait_for_peer, c);
 }
 
 /* Into a session, which encrypts it. Read and not mapped: a slot that is recycled is cut to nothing under a mapping. */
-static int send_copied(const struct kvfs_remote_connection *c, int slot, uint64_t bytes)
-{
+static int send_copied(const struct kvfs_remote_connection *c, int slot, uint64_t bytes) {
     uint64_t offset = 0;
     int rc = 0;
     while (rc == 0 && offset < bytes) {
         const uint64_t left = bytes - offset;
         const ssize_t got = pread(slot, c->pieces, left < PIECE_BYTES ? (size_t)left : PIECE_BYTES, (off_t)offset);
-        if (got < 0 && errno == EINTR)
-            continue;
-        if (got <= 0)
-            return got == 0 ? -EIO : -errno;
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return got == 0 ? -EIO : -errno;
         rc = send_all(c, c->pieces, (size_t)got, 0);
         offset += (uint64_t)got;
     }
@@ -95,18 +86,14 @@ static int send_copied(const struct kvfs_remote_connection *c, int slot, uint64_
 }
 
 /* The header announced `bytes`: a slot that is shorter ends the connection. */
-static int send_slot(const struct kvfs_remote_connection *c, int slot, uint64_t bytes)
-{
+static int send_slot(const struct kvfs_remote_connection *c, int slot, uint64_t bytes) {
     off_t offset = 0;
-    if (c->channel.session != NULL)
-        return send_copied(c, slot, bytes);
+    if (c->channel.session != NULL) return send_copied(c, slot, bytes);
     while ((uint64_t)offset < bytes) {
         uint64_t left = bytes - (uint64_t)offset;
         ssize_t put = sendfile(c->channel.fd, slot, &offset, left < BYTES_AT_ONCE ? (size_t)left : BYTES_AT_ONCE);
-        if (put < 0 && errno == EINTR)
-            continue;
-        if (put <= 0)
-            return put == 0 ? -EIO : errno == EAGAIN ? -ETIMEDOUT : -errno;
+        if (put < 0 && errno == EINTR) continue;
+        if (put <= 0) return put == 0 ? -EIO : errno == EAGAIN ? -ETIMEDOUT : -errno;
     }
     return 0;
 }
@@ -115,17 +102,13 @@ static int send_slot(const struct kvfs_remote_connection *c, int slot, uint64_t 
 #define CAN_LIFT (KVFS_TIER_NVME | KVFS_TIER_UNVERIFIED)
 
 /* 1 with the entry of a block that is in DRAM, or where it is brought up from in time. */
-static int look_up(const struct kvfs_table *t, const uint8_t *digest, struct kvfs_entry_view *view)
-{
-    if (kvfs_table_lookup(t, digest, view) != 1 || view->kind != KVFS_KIND_BLOCK)
-        return 0;
-    if (view->tiers & KVFS_TIER_DRAM)
-        return view->slot < t->slot_count && kvfs_visible(t, view) != 0;
+static int look_up(const struct kvfs_table *t, const uint8_t *digest, struct kvfs_entry_view *view) {
+    if (kvfs_table_lookup(t, digest, view) != 1 || view->kind != KVFS_KIND_BLOCK) return 0;
+    if (view->tiers & KVFS_TIER_DRAM) return view->slot < t->slot_count && kvfs_visible(t, view) != 0;
     return (kvfs_visible(t, view) & CAN_LIFT) != 0;
 }
 
-static int is_bound(struct kvfs_remote_connection *c, const uint8_t *namespace_digest, uint32_t bucket_id)
-{
+static int is_bound(struct kvfs_remote_connection *c, const uint8_t *namespace_digest, uint32_t bucket_id) {
     struct kvfs_remote_server *s = c->server;
     int bound = 0;
     if (bucket_id != 0 &&
@@ -136,26 +119,20 @@ static int is_bound(struct kvfs_remote_connection *c, const uint8_t *namespace_d
         bound = s->bindings[i].bucket_id == bucket_id &&
                 memcmp(s->bindings[i].namespace_digest, namespace_digest, KVFS_KEY_BYTES) == 0;
     kvfs_unlock(&s->lock);
-    if (bound)
-        c->bound_bucket = bucket_id;
+    if (bound) c->bound_bucket = bucket_id;
     return bound;
 }
 
 /* A descriptor of the block's slot, which is the lease, and its header; -ENOENT, -EAGAIN where it is below DRAM. */
-static int open_block(struct kvfs_remote_server *s, const uint8_t *digest, struct kvfs_slot_header *header)
-{
+static int open_block(struct kvfs_remote_server *s, const uint8_t *digest, struct kvfs_slot_header *header) {
     const struct kvfs_table *t = s->table;
     struct kvfs_entry_view view;
     for (int attempt = 0; attempt < ATTEMPTS; attempt++) {
-        if (!look_up(t, digest, &view))
-            return -ENOENT;
-        if (!(view.tiers & KVFS_TIER_DRAM))
-            return -EAGAIN;
+        if (!look_up(t, digest, &view)) return -ENOENT;
+        if (!(view.tiers & KVFS_TIER_DRAM)) return -EAGAIN;
         int fd = kvfs_slot_open(s->dirfd, view.slot, O_RDONLY | O_NONBLOCK);
-        if (fd < 0 && fd != -ENOENT && fd != -EWOULDBLOCK)
-            return fd;
-        if (fd < 0)
-            continue;
+        if (fd < 0 && fd != -ENOENT && fd != -EWOULDBLOCK) return fd;
+        if (fd < 0) continue;
         if (kvfs_table_generation(t, view.slot) == view.generation && kvfs_table_alive(t) &&
             kvfs_slot_header_read(t, view.slot, header) == 0 && header->generation == view.generation &&
             memcmp(header->key, digest, KVFS_KEY_BYTES) == 0)
@@ -165,15 +142,13 @@ static int open_block(struct kvfs_remote_server *s, const uint8_t *digest, struc
     return -ENOENT;
 }
 
-static struct timespec timespec_of(int64_t ns)
-{
+static struct timespec timespec_of(int64_t ns) {
     return (struct timespec){.tv_sec = ns / 1000000000ll, .tv_nsec = ns % 1000000000ll};
 }
 
 /* How many blocks below DRAM, from the first on, are the namespace's; 0 where the event loop does not say so in time. */
 static uint32_t count_below(struct kvfs_remote_connection *c, const uint8_t *namespace_digest, const uint8_t *digests,
-                            uint32_t count)
-{
+                            uint32_t count) {
     const struct timespec until = timespec_of(c->below_deadline_ns);
     int rc = 0;
     kvfs_lock(&c->server->lock);
@@ -189,8 +164,7 @@ static uint32_t count_below(struct kvfs_remote_connection *c, const uint8_t *nam
 
 /* --- bringing blocks up ------------------------------------------------------------------------------------------ */
 static struct kvfs_remote_lift *find_lift(struct kvfs_remote_server *s, const uint8_t *digest,
-                                          const uint8_t *namespace_digest) REQUIRES(s->lock)
-{
+                                          const uint8_t *namespace_digest) REQUIRES(s->lock) {
     for (uint32_t i = 0; i < s->lift_room; i++)
         if (s->lifts[i].used && memcmp(s->lifts[i].digest, digest, KVFS_KEY_BYTES) == 0 &&
             memcmp(s->lifts[i].namespace_digest, namespace_digest, KVFS_KEY_BYTES) == 0)
@@ -199,14 +173,12 @@ static struct kvfs_remote_lift *find_lift(struct kvfs_remote_server *s, const ui
 }
 
 /* Asks the event loop for a block of a namespace; -EBUSY where too many wait. */
-static int ask_for(struct kvfs_remote_server *s, const uint8_t *digest, const uint8_t *namespace_digest)
-{
+static int ask_for(struct kvfs_remote_server *s, const uint8_t *digest, const uint8_t *namespace_digest) {
     int rc = 0, news = 0;
     kvfs_lock(&s->lock);
     if (find_lift(s, digest, namespace_digest) == NULL) {
         uint32_t i = 0;
-        while (i < s->lift_room && s->lifts[i].used)
-            i++;
+        while (i < s->lift_room && s->lifts[i].used) i++;
         if (i < s->lift_room) {
             s->lifts[i] = (struct kvfs_remote_lift){.used = 1};
             memcpy(s->lifts[i].digest, digest, KVFS_KEY_BYTES);
@@ -217,33 +189,28 @@ static int ask_for(struct kvfs_remote_server *s, const uint8_t *digest, const ui
         }
     }
     kvfs_unlock(&s->lock);
-    if (news)
-        notify(s);
+    if (news) notify(s);
     return rc;
 }
 
 /* Waits until the event loop is through with a block. 0, or -EBUSY at the deadline. */
 static int wait_for(struct kvfs_remote_server *s, const uint8_t *digest, const uint8_t *namespace_digest,
-                    int64_t deadline_ns)
-{
+                    int64_t deadline_ns) {
     const struct timespec until = timespec_of(deadline_ns);
     int rc = 0;
     kvfs_lock(&s->lock);
     while (rc == 0 && !s->stopping && find_lift(s, digest, namespace_digest) != NULL)
         rc = kvfs_wait_until(&s->lifted, &s->lock, &until);
-    if (s->stopping)
-        rc = -EBUSY;
+    if (s->stopping) rc = -EBUSY;
     kvfs_unlock(&s->lock);
     return rc == 0 ? 0 : -EBUSY;
 }
 
 static int open_or_lift(struct kvfs_remote_connection *c, const uint8_t *digest, const uint8_t *namespace_digest,
-                        struct kvfs_slot_header *header)
-{
+                        struct kvfs_slot_header *header) {
     struct kvfs_remote_server *s = c->server;
     int fd = open_block(s, digest, header);
-    if (fd != -EAGAIN)
-        return fd;
+    if (fd != -EAGAIN) return fd;
     if (ask_for(s, digest, namespace_digest) < 0 || wait_for(s, digest, namespace_digest, c->below_deadline_ns) < 0)
         return -EBUSY;
     fd = open_block(s, digest, header);
@@ -251,8 +218,7 @@ static int open_or_lift(struct kvfs_remote_connection *c, const uint8_t *digest,
 }
 
 /* --- requests ---------------------------------------------------------------------------------------------------- */
-static void count_item(struct kvfs_remote_server *s, const struct kvfs_remote_item *item)
-{
+static void count_item(struct kvfs_remote_server *s, const struct kvfs_remote_item *item) {
     kvfs_lock(&s->lock);
     struct kvfs_remote_counts *c = &s->counts;
     uint64_t *by_status[] = {&c->found, &c->absent, &c->too_large, &c->busy};
@@ -263,23 +229,20 @@ static void count_item(struct kvfs_remote_server *s, const struct kvfs_remote_it
 
 /* Fills in an item whose block is open: the checksum of its seal, or one that is computed here where that is still due. */
 static int describe(struct kvfs_remote_server *s, int slot, const struct kvfs_slot_header *header,
-                    const struct kvfs_remote_want *want, struct kvfs_remote_item *item)
-{
+                    const struct kvfs_remote_want *want, struct kvfs_remote_item *item) {
     uint64_t bytes = header->size_bytes;
     item->size_bytes = header->size_bytes;
     item->generation = header->generation;
     item->checksum = header->checksum;
     memcpy(item->parent, header->parent, KVFS_KEY_BYTES);
-    if (header->size_bytes > want->room_bytes)
-        return KVFS_REMOTE_TOO_LARGE;
+    if (header->size_bytes > want->room_bytes) return KVFS_REMOTE_TOO_LARGE;
     if (!(header->marks & KVFS_MARK_HAS_CHECKSUM) && s->hash(slot, &item->checksum, &bytes) < 0)
         return KVFS_REMOTE_BUSY;
     return bytes == header->size_bytes ? KVFS_REMOTE_FOUND : KVFS_REMOTE_BUSY;
 }
 
 static int answer_want(struct kvfs_remote_connection *c, const struct kvfs_remote_request *request, uint32_t index,
-                       const struct kvfs_remote_want *want)
-{
+                       const struct kvfs_remote_want *want) {
     struct kvfs_remote_server *s = c->server;
     struct kvfs_remote_item item = {.magic = KVFS_REMOTE_ITEM, .number = request->number, .index = index};
     struct kvfs_slot_header header;
@@ -292,13 +255,10 @@ static int answer_want(struct kvfs_remote_connection *c, const struct kvfs_remot
         item.status = KVFS_REMOTE_ABSENT;
     else
         item.status = (uint32_t)describe(s, slot, &header, want, &item);
-    if (item.status == KVFS_REMOTE_BUSY)
-        item.size_bytes = 0;
+    if (item.status == KVFS_REMOTE_BUSY) item.size_bytes = 0;
     rc = send_all(c, &item, sizeof item, item.status == KVFS_REMOTE_FOUND && item.size_bytes ? MSG_MORE : 0);
-    if (rc == 0 && item.status == KVFS_REMOTE_FOUND)
-        rc = send_slot(c, slot, item.size_bytes);
-    if (slot >= 0)
-        close(slot);
+    if (rc == 0 && item.status == KVFS_REMOTE_FOUND) rc = send_slot(c, slot, item.size_bytes);
+    if (slot >= 0) close(slot);
     if (rc == 0) {
         count_item(s, &item);
         c->sent |= (uint64_t)(item.status == KVFS_REMOTE_FOUND) << index;
@@ -308,28 +268,24 @@ static int answer_want(struct kvfs_remote_connection *c, const struct kvfs_remot
 
 /* The blocks of a READ that went out whole are hits like those of clients. Once for all of them, behind the last: blocks
  * of one prompt stay together, as the order of eviction wants them, and no send waits. */
-static void note_hits(struct kvfs_remote_connection *c, const struct kvfs_remote_want *wants, uint32_t count)
-{
+static void note_hits(struct kvfs_remote_connection *c, const struct kvfs_remote_want *wants, uint32_t count) {
     static_assert(KVFS_REMOTE_READS <= 64, "a bit for each block of a READ");
     kvfs_lock(&c->server->hits.lock);
     for (uint32_t i = 0; i < count; i++)
-        if (c->sent >> i & 1)
-            kvfs_hits_note(&c->server->hits, wants[i].digest);
+        if (c->sent >> i & 1) kvfs_hits_note(&c->server->hits, wants[i].digest);
     kvfs_unlock(&c->server->hits.lock);
 }
 
 /* Small blocks go out together. Larger ones fill segments anyway, and a cork wakes the reader earlier and oftener:
  * 1 MiB over loopback took 600 us with it and 290 without. */
-static int has_small(const struct kvfs_remote_request *request, const struct kvfs_remote_want *wants)
-{
+static int has_small(const struct kvfs_remote_request *request, const struct kvfs_remote_want *wants) {
     return request->count > 1 && wants[0].room_bytes <= SMALL_BYTES;
 }
 
 static void set_cork(int fd, int on) { (void)setsockopt(fd, IPPROTO_TCP, TCP_CORK, &on, sizeof on); }
 
 static int serve_read(struct kvfs_remote_connection *c, const struct kvfs_remote_request *request,
-                      const struct kvfs_remote_want *wants)
-{
+                      const struct kvfs_remote_want *wants) {
     struct kvfs_remote_server *s = c->server;
     struct kvfs_entry_view view;
     for (uint32_t i = 1; i < request->count; i++) /* side by side, while the first is sent */
@@ -337,20 +293,16 @@ static int serve_read(struct kvfs_remote_connection *c, const struct kvfs_remote
             (void)ask_for(s, wants[i].digest, request->namespace_digest);
     int rc = 0;
     const int small = has_small(request, wants);
-    if (small)
-        set_cork(c->channel.fd, 1);
-    for (uint32_t i = 0; rc == 0 && i < request->count; i++)
-        rc = answer_want(c, request, i, &wants[i]);
-    if (small)
-        set_cork(c->channel.fd, 0);
+    if (small) set_cork(c->channel.fd, 1);
+    for (uint32_t i = 0; rc == 0 && i < request->count; i++) rc = answer_want(c, request, i, &wants[i]);
+    if (small) set_cork(c->channel.fd, 0);
     note_hits(c, wants, request->count);
     return rc;
 }
 
 /* How many blocks of the request's namespace are there, from the first on, and their sizes. */
 static uint32_t match(struct kvfs_remote_connection *c, const struct kvfs_remote_request *request,
-                      const uint8_t *digests, uint64_t *sizes)
-{
+                      const uint8_t *digests, uint64_t *sizes) {
     uint8_t below[KVFS_REMOTE_MATCHES * KVFS_KEY_BYTES];
     uint32_t places[KVFS_REMOTE_MATCHES], below_count = 0, count = 0;
     struct kvfs_slot_header header;
@@ -358,8 +310,7 @@ static uint32_t match(struct kvfs_remote_connection *c, const struct kvfs_remote
     const struct kvfs_table *t = c->server->table;
     for (; count < request->count; count++) {
         const uint8_t *digest = digests + (size_t)count * KVFS_KEY_BYTES;
-        if (!look_up(t, digest, &view))
-            break;
+        if (!look_up(t, digest, &view)) break;
         if (!(view.tiers & KVFS_TIER_DRAM)) {
             memcpy(below + (size_t)below_count * KVFS_KEY_BYTES, digest, KVFS_KEY_BYTES);
             places[below_count++] = count;
@@ -369,21 +320,18 @@ static uint32_t match(struct kvfs_remote_connection *c, const struct kvfs_remote
         }
         sizes[count] = view.size_bytes;
     }
-    if (below_count == 0)
-        return count;
+    if (below_count == 0) return count;
     const uint32_t own = count_below(c, request->namespace_digest, below, below_count);
     return own < below_count ? places[own] : count;
 }
 
 static int serve_match(struct kvfs_remote_connection *c, const struct kvfs_remote_request *request,
-                       const uint8_t *digests)
-{
+                       const uint8_t *digests) {
     struct kvfs_remote_matched head = {.magic = KVFS_REMOTE_MATCHED, .number = request->number};
     uint64_t sizes[KVFS_REMOTE_MATCHES];
     head.count = match(c, request, digests, sizes);
     int rc = send_all(c, &head, sizeof head, head.count ? MSG_MORE : 0);
-    if (rc == 0)
-        rc = send_all(c, sizes, head.count * sizeof *sizes, 0);
+    if (rc == 0) rc = send_all(c, sizes, head.count * sizeof *sizes, 0);
     kvfs_lock(&c->server->lock);
     c->server->counts.matches++;
     kvfs_unlock(&c->server->lock);
@@ -392,8 +340,7 @@ static int serve_match(struct kvfs_remote_connection *c, const struct kvfs_remot
 
 /* Sets what holds for this request. An answer that says less, as it waits no longer for what is below DRAM, is to come
  * before the asker gives up on all of it. */
-static void begin_request(struct kvfs_remote_connection *c, const struct kvfs_remote_request *request)
-{
+static void begin_request(struct kvfs_remote_connection *c, const struct kvfs_remote_request *request) {
     const int64_t now_ns = kvfs_clock_ns(CLOCK_MONOTONIC);
     const int64_t half_ns = (int64_t)request->wait_ms * 500000ll;
     c->bound_bucket = 0;
@@ -405,38 +352,29 @@ static void begin_request(struct kvfs_remote_connection *c, const struct kvfs_re
 
 /* Waits for bytes of the peer, or its end: 1, 0 where it has been idle for too long, or -errno. What only MATCHes came
  * over stays: a machine has one such connection, and no time to open it when it asks. */
-static int wait_for_request(const struct kvfs_remote_connection *c)
-{
+static int wait_for_request(const struct kvfs_remote_connection *c) {
     struct pollfd waits = {.fd = c->channel.fd, .events = POLLIN};
     int ready;
-    if (kvfs_channel_has_bytes(&c->channel))
-        return 1;
+    if (kvfs_channel_has_bytes(&c->channel)) return 1;
     while ((ready = poll(&waits, 1, c->has_read ? c->server->idle_ms : -1)) < 0)
-        if (errno != EINTR)
-            return -errno;
+        if (errno != EINTR) return -errno;
     return ready;
 }
 
 /* One request: 0, 1 at the end of the stream or where nothing comes any more, or -errno. */
-static int serve_one(struct kvfs_remote_connection *c, uint64_t *body)
-{
+static int serve_one(struct kvfs_remote_connection *c, uint64_t *body) {
     struct kvfs_remote_request request;
     int rc = wait_for_request(c);
-    if (rc <= 0)
-        return rc == 0 ? 1 : rc;
+    if (rc <= 0) return rc == 0 ? 1 : rc;
     c->begun_ns = kvfs_clock_ns(CLOCK_MONOTONIC);
     const ssize_t got = kvfs_receive_some(&c->channel, &request, sizeof request, 0, wait_for_peer, c);
-    if (got <= 0)
-        return got == 0 ? 1 : (int)got;
+    if (got <= 0) return got == 0 ? 1 : (int)got;
     rc = receive_all(c, (uint8_t *)&request + got, sizeof request - (size_t)got);
-    if (rc < 0)
-        return rc;
+    if (rc < 0) return rc;
     int64_t bytes = kvfs_remote_check_request(&request);
-    if (bytes < 0)
-        return (int)bytes;
+    if (bytes < 0) return (int)bytes;
     rc = receive_all(c, body, (size_t)bytes);
-    if (rc < 0)
-        return rc;
+    if (rc < 0) return rc;
     begin_request(c, &request);
     kvfs_lock(&c->server->lock);
     c->server->counts.requests++;
@@ -445,13 +383,11 @@ static int serve_one(struct kvfs_remote_connection *c, uint64_t *body)
                                             : serve_match(c, &request, (const uint8_t *)body);
 }
 
-static void *thread_main(void *argument)
-{
+static void *thread_main(void *argument) {
     struct kvfs_remote_connection *c = (struct kvfs_remote_connection *)argument;
     uint64_t body[KVFS_REMOTE_MATCHES * KVFS_KEY_BYTES / sizeof(uint64_t)];
     int rc = 0;
-    while (rc == 0)
-        rc = serve_one(c, body);
+    while (rc == 0) rc = serve_one(c, body);
     shutdown(c->channel.fd, SHUT_RDWR);
     kvfs_lock(&c->server->lock);
     c->error = rc < 0 ? rc : 0;
@@ -465,8 +401,7 @@ static void *thread_main(void *argument)
 /* --- the event loop's side --------------------------------------------------------------------------------------- */
 static void free_all(struct kvfs_remote_server *s) UNCHECKED /* no thread any more */
 {
-    if (s->notify_fd >= 0)
-        close(s->notify_fd);
+    if (s->notify_fd >= 0) close(s->notify_fd);
     free(s->connections);
     free(s->bindings);
     free(s->lifts);
@@ -489,29 +424,24 @@ int kvfs_remote_start(struct kvfs_remote_server *s, uint32_t connections, uint32
     const int hits_rc = kvfs_hits_init(&s->hits, hits);
     rc = rc < 0 ? rc : hits_rc;
     s->started = rc == 0;
-    if (rc < 0)
-        free_all(s);
+    if (rc < 0) free_all(s);
     return rc;
 }
 
-static void close_connection(struct kvfs_remote_connection *c)
-{
+static void close_connection(struct kvfs_remote_connection *c) {
     kvfs_channel_close(&c->channel);
     free(c->pieces);
 }
 
-void kvfs_remote_stop(struct kvfs_remote_server *s)
-{
-    if (!s->started)
-        return;
+void kvfs_remote_stop(struct kvfs_remote_server *s) {
+    if (!s->started) return;
     s->started = 0;
     kvfs_lock(&s->lock);
     s->stopping = 1;
     pthread_cond_broadcast(&s->lifted);
     kvfs_unlock(&s->lock);
     for (uint32_t i = 0; i < s->connection_count; i++)
-        if (s->connections[i].used)
-            shutdown(s->connections[i].channel.fd, SHUT_RDWR);
+        if (s->connections[i].used) shutdown(s->connections[i].channel.fd, SHUT_RDWR);
     for (uint32_t i = 0; i < s->connection_count; i++)
         if (s->connections[i].used) {
             pthread_join(s->connections[i].thread, NULL);
@@ -521,8 +451,7 @@ void kvfs_remote_stop(struct kvfs_remote_server *s)
 }
 
 /* The thread waits in its calls, within these bounds; keepalive finds peers that are gone while nothing is sent. */
-static int prepare(int fd)
-{
+static int prepare(int fd) {
     const struct timeval wait = {.tv_sec = PEER_WAIT_S};
     const int on = 1, idle_s = 30, interval_s = 10, probes = 3, unacknowledged_ms = PEER_WAIT_S * 1000;
     if (fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) & ~O_NONBLOCK) != 0 ||
@@ -543,10 +472,8 @@ int64_t kvfs_remote_open(struct kvfs_remote_server *s, struct kvfs_channel chann
     UNCHECKED /* its thread begins with the last step */
 {
     uint32_t number = 0;
-    while (number < s->connection_count && s->connections[number].used)
-        number++;
-    if (number == s->connection_count)
-        return -EMFILE;
+    while (number < s->connection_count && s->connections[number].used) number++;
+    if (number == s->connection_count) return -EMFILE;
     struct kvfs_remote_connection *c = &s->connections[number];
     *c = (struct kvfs_remote_connection){.server = s, .channel = channel, .number = number};
     int rc = prepare(channel.fd);
@@ -554,19 +481,15 @@ int64_t kvfs_remote_open(struct kvfs_remote_server *s, struct kvfs_channel chann
         c->pieces = malloc(PIECE_BYTES);
         rc = c->pieces == NULL ? -ENOMEM : 0;
     }
-    if (rc == 0)
-        rc = kvfs_thread_start(&c->thread, thread_main, c, KVFS_SMALL_STACK_BYTES);
+    if (rc == 0) rc = kvfs_thread_start(&c->thread, thread_main, c, KVFS_SMALL_STACK_BYTES);
     c->used = rc == 0;
-    if (rc < 0)
-        free(c->pieces);
+    if (rc < 0) free(c->pieces);
     return rc < 0 ? (int64_t)rc : (int64_t)number;
 }
 
 /* 1 where the connection has ended, and is closed now; 0 where it goes on. */
-int kvfs_remote_reap(struct kvfs_remote_server *s, uint32_t number, int *error)
-{
-    if (number >= s->connection_count || !s->connections[number].used)
-        return 0;
+int kvfs_remote_reap(struct kvfs_remote_server *s, uint32_t number, int *error) {
+    if (number >= s->connection_count || !s->connections[number].used) return 0;
     struct kvfs_remote_connection *c = &s->connections[number];
     kvfs_lock(&c->server->lock);
     int ended = c->ended;
@@ -580,11 +503,9 @@ int kvfs_remote_reap(struct kvfs_remote_server *s, uint32_t number, int *error)
     return ended;
 }
 
-int kvfs_remote_bind(struct kvfs_remote_server *s, const struct kvfs_remote_binding *bindings, uint32_t count)
-{
+int kvfs_remote_bind(struct kvfs_remote_server *s, const struct kvfs_remote_binding *bindings, uint32_t count) {
     struct kvfs_remote_binding *copy = malloc((count + 1) * sizeof *copy);
-    if (copy == NULL)
-        return -ENOMEM;
+    if (copy == NULL) return -ENOMEM;
     memcpy(copy, bindings, count * sizeof *copy);
     kvfs_lock(&s->lock);
     struct kvfs_remote_binding *before = s->bindings;
@@ -596,8 +517,7 @@ int kvfs_remote_bind(struct kvfs_remote_server *s, const struct kvfs_remote_bind
 }
 
 /* Moves out the blocks that nobody has begun to bring up, digest and namespace of each; clears the notification. */
-uint32_t kvfs_remote_take_lifts(struct kvfs_remote_server *s, uint8_t *pairs, uint32_t most)
-{
+uint32_t kvfs_remote_take_lifts(struct kvfs_remote_server *s, uint8_t *pairs, uint32_t most) {
     uint64_t seen;
     uint32_t n = 0;
     (void)!read(s->notify_fd, &seen, sizeof seen);
@@ -613,23 +533,19 @@ uint32_t kvfs_remote_take_lifts(struct kvfs_remote_server *s, uint8_t *pairs, ui
 }
 
 /* Ends the wait for a block, whether it was brought up or not. */
-void kvfs_remote_lifted(struct kvfs_remote_server *s, const uint8_t *digest, const uint8_t *namespace_digest)
-{
+void kvfs_remote_lifted(struct kvfs_remote_server *s, const uint8_t *digest, const uint8_t *namespace_digest) {
     kvfs_lock(&s->lock);
     struct kvfs_remote_lift *lift = find_lift(s, digest, namespace_digest);
-    if (lift != NULL)
-        lift->used = 0;
+    if (lift != NULL) lift->used = 0;
     pthread_cond_broadcast(&s->lifted);
     kvfs_unlock(&s->lock);
 }
 
 /* Copies a connection's question out: the namespace, and behind it the digests, with room for KVFS_REMOTE_MATCHES. The
  * question's number, or 0 where none waits. */
-uint64_t kvfs_remote_take_question(struct kvfs_remote_server *s, uint32_t connection, uint8_t *keys, uint32_t *count)
-{
+uint64_t kvfs_remote_take_question(struct kvfs_remote_server *s, uint32_t connection, uint8_t *keys, uint32_t *count) {
     uint64_t number = 0;
-    if (connection >= s->connection_count || !s->connections[connection].used)
-        return 0;
+    if (connection >= s->connection_count || !s->connections[connection].used) return 0;
     struct kvfs_remote_connection *c = &s->connections[connection];
     kvfs_lock(&c->server->lock);
     if (c->question.waits) {
@@ -643,10 +559,8 @@ uint64_t kvfs_remote_take_question(struct kvfs_remote_server *s, uint32_t connec
 }
 
 /* Answers a question that was taken, unless its time is up. */
-void kvfs_remote_answer(struct kvfs_remote_server *s, uint32_t connection, uint64_t number, uint32_t found)
-{
-    if (connection >= s->connection_count || !s->connections[connection].used)
-        return;
+void kvfs_remote_answer(struct kvfs_remote_server *s, uint32_t connection, uint64_t number, uint32_t found) {
+    if (connection >= s->connection_count || !s->connections[connection].used) return;
     struct kvfs_remote_connection *c = &s->connections[connection];
     kvfs_lock(&c->server->lock);
     if (c->question.waits && c->question.number == number) {
@@ -657,8 +571,7 @@ void kvfs_remote_answer(struct kvfs_remote_server *s, uint32_t connection, uint6
     kvfs_unlock(&c->server->lock);
 }
 
-void kvfs_remote_read_counts(struct kvfs_remote_server *s, struct kvfs_remote_counts *into)
-{
+void kvfs_remote_read_counts(struct kvfs_remote_server *s, struct kvfs_remote_counts *into) {
     kvfs_lock(&s->lock);
     *into = s->counts;
     kvfs_unlock(&s->lock);

@@ -29,33 +29,27 @@
 #define BUFFER_BYTES ((size_t)256 << 10)
 
 /* 0 once the channel is ready, -ETIMEDOUT at the deadline. */
-static int wait_ready(const void *of, short events)
-{
+static int wait_ready(const void *of, short events) {
     const struct kvfs_remote_stream *s = (const struct kvfs_remote_stream *)of;
     struct pollfd waits = {.fd = s->channel.fd, .events = events};
     int64_t left_ns = s->deadline_ns - kvfs_clock_ns(CLOCK_MONOTONIC);
-    if (left_ns <= 0)
-        return -ETIMEDOUT;
+    if (left_ns <= 0) return -ETIMEDOUT;
     const struct timespec left = {.tv_sec = left_ns / 1000000000ll, .tv_nsec = left_ns % 1000000000ll};
     int ready = ppoll(&waits, 1, &left, NULL);
-    if (ready < 0 && errno != EINTR)
-        return -errno;
+    if (ready < 0 && errno != EINTR) return -errno;
     return ready == 0 ? -ETIMEDOUT : 0;
 }
 
-static int send_all(const struct kvfs_remote_stream *s, const void *data, size_t bytes)
-{
+static int send_all(const struct kvfs_remote_stream *s, const void *data, size_t bytes) {
     return kvfs_send_all(&s->channel, data, bytes, MSG_DONTWAIT, wait_ready, s);
 }
 
-static int receive_all(const struct kvfs_remote_stream *s, void *into, size_t bytes)
-{
+static int receive_all(const struct kvfs_remote_stream *s, void *into, size_t bytes) {
     return kvfs_receive_all(&s->channel, into, bytes, MSG_DONTWAIT, wait_ready, s);
 }
 
 /* The bytes of one block, into its draft. A draft that cannot be written ends the stream: its bytes are still to come. */
-static int receive_block(struct kvfs_remote_stream *s, struct kvfs_remote_read *read, uint64_t *checksum)
-{
+static int receive_block(struct kvfs_remote_stream *s, struct kvfs_remote_read *read, uint64_t *checksum) {
     struct kvfs_body body;
     uint64_t done = 0;
     int rc = kvfs_body_init(&body, 0);
@@ -73,77 +67,60 @@ static int receive_block(struct kvfs_remote_stream *s, struct kvfs_remote_read *
             done += (uint64_t)got;
         }
     }
-    if (rc == 0)
-        *checksum = kvfs_body_xxh3(&body);
+    if (rc == 0) *checksum = kvfs_body_xxh3(&body);
     kvfs_body_free(&body);
     return rc;
 }
 
-static void close_draft(struct kvfs_remote_read *read)
-{
-    if (read->fd >= 0)
-        close(read->fd);
+static void close_draft(struct kvfs_remote_read *read) {
+    if (read->fd >= 0) close(read->fd);
     read->fd = -1;
 }
 
-static int receive_item(struct kvfs_remote_stream *s, uint32_t index)
-{
+static int receive_item(struct kvfs_remote_stream *s, uint32_t index) {
     struct kvfs_remote_read *read = &s->reads[index];
     struct kvfs_remote_item item;
     uint64_t checksum = 0;
     int rc = receive_all(s, &item, sizeof item);
-    if (rc == 0)
-        rc = kvfs_remote_check_item(&item, s->request.number, index, read->want.room_bytes);
-    if (rc < 0)
-        return rc;
+    if (rc == 0) rc = kvfs_remote_check_item(&item, s->request.number, index, read->want.room_bytes);
+    if (rc < 0) return rc;
     read->size_bytes = item.size_bytes;
     read->checksum = item.checksum;
     memcpy(read->parent, item.parent, KVFS_KEY_BYTES);
     if (item.status == KVFS_REMOTE_FOUND) {
         rc = receive_block(s, read, &checksum);
-        if (rc < 0)
-            return rc;
-        if (checksum != item.checksum)
-            item.status = KVFS_REMOTE_MISMATCH;
+        if (rc < 0) return rc;
+        if (checksum != item.checksum) item.status = KVFS_REMOTE_MISMATCH;
     }
     read->status = item.status;
     close_draft(read);
     return 0;
 }
 
-static int read_blocks(struct kvfs_remote_stream *s)
-{
+static int read_blocks(struct kvfs_remote_stream *s) {
     int rc = send_all(s, s->unsent, s->unsent_bytes);
-    for (uint32_t i = 0; rc == 0 && i < s->request.count; i++)
-        rc = receive_item(s, i);
-    for (uint32_t i = 0; i < s->request.count; i++)
-        close_draft(&s->reads[i]);
+    for (uint32_t i = 0; rc == 0 && i < s->request.count; i++) rc = receive_item(s, i);
+    for (uint32_t i = 0; i < s->request.count; i++) close_draft(&s->reads[i]);
     return rc;
 }
 
-static int match(struct kvfs_remote_stream *s)
-{
+static int match(struct kvfs_remote_stream *s) {
     struct kvfs_remote_matched head;
     int rc = send_all(s, s->unsent, s->unsent_bytes);
-    if (rc == 0)
-        rc = receive_all(s, &head, sizeof head);
-    if (rc == 0)
-        rc = kvfs_remote_check_matched(&head, s->request.number, s->request.count);
-    if (rc == 0)
-        rc = receive_all(s, s->sizes, head.count * sizeof *s->sizes);
+    if (rc == 0) rc = receive_all(s, &head, sizeof head);
+    if (rc == 0) rc = kvfs_remote_check_matched(&head, s->request.number, s->request.count);
+    if (rc == 0) rc = receive_all(s, s->sizes, head.count * sizeof *s->sizes);
     s->matched = rc == 0 ? head.count : 0;
     return rc;
 }
 
 /* The request goes out here as far as the socket takes it, which it nearly always does: the peer begins while the thread
  * wakes. */
-static void send_first(struct kvfs_remote_stream *s)
-{
+static void send_first(struct kvfs_remote_stream *s) {
     const uint32_t count = s->request.count;
     uint8_t *to = s->out + sizeof s->request;
     memcpy(s->out, &s->request, sizeof s->request);
-    if (s->request.kind == KVFS_REMOTE_MATCH)
-        memcpy(to, s->digests, (size_t)count * KVFS_KEY_BYTES);
+    if (s->request.kind == KVFS_REMOTE_MATCH) memcpy(to, s->digests, (size_t)count * KVFS_KEY_BYTES);
     for (uint32_t i = 0; s->request.kind == KVFS_REMOTE_READ && i < count; i++)
         memcpy(to + i * sizeof(struct kvfs_remote_want), &s->reads[i].want, sizeof(struct kvfs_remote_want));
     s->unsent = s->out;
@@ -155,8 +132,7 @@ static void send_first(struct kvfs_remote_stream *s)
     }
 }
 
-static void *thread_main(void *argument)
-{
+static void *thread_main(void *argument) {
     struct kvfs_remote_stream *s = (struct kvfs_remote_stream *)argument;
     const uint64_t one = 1;
     kvfs_lock(&s->lock);
@@ -169,8 +145,7 @@ static void *thread_main(void *argument)
         int rc = s->request.kind == KVFS_REMOTE_READ ? read_blocks(s) : match(s);
         kvfs_lock(&s->lock);
         s->result = rc;
-        if (s->state == KVFS_STREAM_BUSY)
-            s->state = KVFS_STREAM_DONE;
+        if (s->state == KVFS_STREAM_BUSY) s->state = KVFS_STREAM_DONE;
         (void)!write(s->notify_fd, &one, sizeof one);
     }
     kvfs_unlock(&s->lock);
@@ -180,8 +155,7 @@ static void *thread_main(void *argument)
 static void free_all(struct kvfs_remote_stream *s) UNCHECKED /* no thread any more */
 {
     free(s->buffer);
-    if (s->notify_fd >= 0)
-        close(s->notify_fd);
+    if (s->notify_fd >= 0) close(s->notify_fd);
     pthread_cond_destroy(&s->wake);
     kvfs_mutex_destroy(&s->lock);
 }
@@ -189,24 +163,20 @@ static void free_all(struct kvfs_remote_stream *s) UNCHECKED /* no thread any mo
 int kvfs_stream_start(struct kvfs_remote_stream *s, struct kvfs_channel channel) UNCHECKED /* no thread yet */
 {
     s->channel = channel;
-    for (uint32_t i = 0; i < KVFS_REMOTE_READS; i++)
-        s->reads[i].fd = -1;
+    for (uint32_t i = 0; i < KVFS_REMOTE_READS; i++) s->reads[i].fd = -1;
     kvfs_mutex_init(&s->lock);
     kvfs_cond_init(&s->wake);
     s->buffer = malloc(BUFFER_BYTES);
     s->notify_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     int rc = s->buffer == NULL ? -ENOMEM : s->notify_fd < 0 ? -errno : 0;
-    if (rc == 0)
-        rc = kvfs_thread_start(&s->thread, thread_main, s, KVFS_SMALL_STACK_BYTES);
+    if (rc == 0) rc = kvfs_thread_start(&s->thread, thread_main, s, KVFS_SMALL_STACK_BYTES);
     s->started = rc == 0;
-    if (rc < 0)
-        free_all(s);
+    if (rc < 0) free_all(s);
     return rc;
 }
 
 /* Begins a job, and hands it to the thread. The stream is idle. */
-void kvfs_stream_begin(struct kvfs_remote_stream *s)
-{
+void kvfs_stream_begin(struct kvfs_remote_stream *s) {
     send_first(s);
     kvfs_lock(&s->lock);
     s->state = KVFS_STREAM_BUSY;
@@ -215,8 +185,7 @@ void kvfs_stream_begin(struct kvfs_remote_stream *s)
 }
 
 /* 1 where the job is done, and the event loop's again; 0 where it is still under way. */
-int kvfs_stream_take(struct kvfs_remote_stream *s)
-{
+int kvfs_stream_take(struct kvfs_remote_stream *s) {
     uint64_t seen;
     kvfs_lock(&s->lock);
     int done = s->state == KVFS_STREAM_DONE;
@@ -229,10 +198,8 @@ int kvfs_stream_take(struct kvfs_remote_stream *s)
 }
 
 /* Ends the thread, a job with it, and closes the channel. */
-void kvfs_stream_stop(struct kvfs_remote_stream *s)
-{
-    if (!s->started)
-        return;
+void kvfs_stream_stop(struct kvfs_remote_stream *s) {
+    if (!s->started) return;
     s->started = 0;
     shutdown(s->channel.fd, SHUT_RDWR);
     kvfs_lock(&s->lock);

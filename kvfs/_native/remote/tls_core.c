@@ -43,8 +43,7 @@
 
 /* --- the socket's side ------------------------------------------------------------------------------------------- */
 /* Sends what is encrypted: 0, or -errno. */
-static int flush(struct kvfs_tls *t)
-{
+static int flush(struct kvfs_tls *t) {
     struct kvfs_tls_bytes *out = &t->out;
     while (out->begin < out->end) {
         const ssize_t put = send(t->fd, out->data + out->begin, out->end - out->begin, MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -63,15 +62,13 @@ static int flush(struct kvfs_tls *t)
 }
 
 /* Takes what OpenSSL has encrypted, and sends it only where there is no room. */
-static int bio_write(BIO *bio, const char *data, int bytes)
-{
+static int bio_write(BIO *bio, const char *data, int bytes) {
     struct kvfs_tls *t = (struct kvfs_tls *)BIO_get_data(bio);
     struct kvfs_tls_bytes *out = &t->out;
     BIO_clear_retry_flags(bio);
     if (out->room - out->end < (size_t)bytes) {
         const int rc = flush(t);
-        if (rc < 0 && rc != -EAGAIN)
-            return -1;
+        if (rc < 0 && rc != -EAGAIN) return -1;
         memmove(out->data, out->data + out->begin, out->end - out->begin);
         out->end -= out->begin;
         out->begin = 0;
@@ -87,12 +84,10 @@ static int bio_write(BIO *bio, const char *data, int bytes)
 }
 
 /* 1 where bytes were received, 0 at the end, -1 with `error`, or with 0 in it where nothing is there yet. */
-static int refill(struct kvfs_tls *t)
-{
+static int refill(struct kvfs_tls *t) {
     ssize_t got;
     t->error = t->idle > IDLE_BYTES ? EPROTO : 0;
-    if (t->error)
-        return -1;
+    if (t->error) return -1;
     while ((got = recv(t->fd, t->in.data, t->in.room, MSG_DONTWAIT)) < 0 && errno == EINTR)
         ;
     if (got < 0) {
@@ -106,17 +101,14 @@ static int refill(struct kvfs_tls *t)
     return got > 0;
 }
 
-static int bio_read(BIO *bio, char *into, int bytes)
-{
+static int bio_read(BIO *bio, char *into, int bytes) {
     struct kvfs_tls *t = (struct kvfs_tls *)BIO_get_data(bio);
     struct kvfs_tls_bytes *in = &t->in;
     BIO_clear_retry_flags(bio);
     if (in->begin == in->end) {
         const int rc = refill(t);
-        if (rc < 0 && t->error == 0)
-            BIO_set_retry_read(bio);
-        if (rc <= 0)
-            return rc;
+        if (rc < 0 && t->error == 0) BIO_set_retry_read(bio);
+        if (rc <= 0) return rc;
     }
     const size_t left = in->end - in->begin, given = left < (size_t)bytes ? left : (size_t)bytes;
     memcpy(into, in->data + in->begin, given);
@@ -124,37 +116,31 @@ static int bio_read(BIO *bio, char *into, int bytes)
     return (int)given;
 }
 
-static long bio_control(BIO *bio, int command, long number, void *pointer)
-{
+static long bio_control(BIO *bio, int command, long number, void *pointer) {
     const struct kvfs_tls *t = (const struct kvfs_tls *)BIO_get_data(bio);
     (void)number;
     (void)pointer;
-    if (command == BIO_CTRL_EOF)
-        return t->ended;
+    if (command == BIO_CTRL_EOF) return t->ended;
     return command == BIO_CTRL_FLUSH; /* done behind each call */
 }
 
 /* Made with the first context, by the one thread that makes contexts. */
 static BIO_METHOD *method;
 
-static int make_method(void)
-{
-    if (method != NULL)
-        return 1;
+static int make_method(void) {
+    if (method != NULL) return 1;
     method = BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "kvfs channel");
     return method != NULL && BIO_meth_set_write(method, bio_write) && BIO_meth_set_read(method, bio_read) &&
            BIO_meth_set_ctrl(method, bio_control);
 }
 
 /* --- what failed ------------------------------------------------------------------------------------------------- */
-static void note(char *reason, const char *prefix, const char *text)
-{
+static void note(char *reason, const char *prefix, const char *text) {
     (void)snprintf(reason, KVFS_TLS_REASON_BYTES, "%s%s", prefix, text != NULL ? text : "it cannot be used");
 }
 
 /* -EKEYREJECTED where the peer's certificate is the reason, else -EPROTO. */
-static int rejected(struct kvfs_tls *t)
-{
+static int rejected(struct kvfs_tls *t) {
     const unsigned long error = ERR_peek_last_error(); /* those before it say what it was made of */
     const int reason = ERR_GET_REASON(error);
     const long verified = SSL_get_verify_result(t->ssl);
@@ -175,8 +161,7 @@ static int rejected(struct kvfs_tls *t)
 }
 
 /* 0 at the end of the stream, or -errno. */
-static int outcome(struct kvfs_tls *t, int rc)
-{
+static int outcome(struct kvfs_tls *t, int rc) {
     const int what = SSL_get_error(t->ssl, rc);
     int found;
     t->session.wants = what == SSL_ERROR_WANT_WRITE ? POLLOUT : POLLIN;
@@ -190,45 +175,36 @@ static int outcome(struct kvfs_tls *t, int rc)
     } else {
         found = rejected(t);
     }
-    if (found != -EAGAIN)
-        t->failed = found;
+    if (found != -EAGAIN) t->failed = found;
     ERR_clear_error();
     return found;
 }
 
 /* --- a channel's calls ------------------------------------------------------------------------------------------- */
 /* Says so with the next record, and not by itself: an idle peer takes whatever comes for the end. */
-static void renew_keys(struct kvfs_tls *t)
-{
-    if (t->sent >= t->key_bytes && SSL_key_update(t->ssl, SSL_KEY_UPDATE_NOT_REQUESTED) == 1)
-        t->sent = 0;
+static void renew_keys(struct kvfs_tls *t) {
+    if (t->sent >= t->key_bytes && SSL_key_update(t->ssl, SSL_KEY_UPDATE_NOT_REQUESTED) == 1) t->sent = 0;
 }
 
-ssize_t kvfs_tls_send(struct kvfs_session *s, const void *data, size_t bytes, int flags)
-{
+ssize_t kvfs_tls_send(struct kvfs_session *s, const void *data, size_t bytes, int flags) {
     struct kvfs_tls *t = (struct kvfs_tls *)s;
     const size_t most = bytes < PIECE_BYTES ? bytes : PIECE_BYTES;
-    if (t->failed)
-        return t->failed;
+    if (t->failed) return t->failed;
     const int is_begun = t->taken > 0;
     int rc = 1;
     ERR_clear_error();
-    if (!is_begun)
-        renew_keys(t);
+    if (!is_begun) renew_keys(t);
     while (!is_begun && t->taken < most) {
         size_t put = 0;
         ERR_clear_error();
         rc = SSL_write_ex(t->ssl, (const uint8_t *)data + t->taken, most - t->taken, &put);
-        if (rc != 1)
-            break;
+        if (rc != 1) break;
         t->taken += put;
     }
-    if (t->taken == 0)
-        return rc == 1 ? 0 : outcome(t, rc) ?: -EPIPE;
+    if (t->taken == 0) return rc == 1 ? 0 : outcome(t, rc) ?: -EPIPE;
     if (!(flags & MSG_MORE)) {
         rc = flush(t);
-        if (rc < 0)
-            return rc;
+        if (rc < 0) return rc;
     }
     const size_t sent = t->taken;
     t->taken = 0;
@@ -236,8 +212,7 @@ ssize_t kvfs_tls_send(struct kvfs_session *s, const void *data, size_t bytes, in
     return (ssize_t)sent;
 }
 
-ssize_t kvfs_tls_receive(struct kvfs_session *s, void *into, size_t bytes)
-{
+ssize_t kvfs_tls_receive(struct kvfs_session *s, void *into, size_t bytes) {
     struct kvfs_tls *t = (struct kvfs_tls *)s;
     size_t total = 0;
     int rc = t->failed;
@@ -258,14 +233,12 @@ ssize_t kvfs_tls_receive(struct kvfs_session *s, void *into, size_t bytes)
     return total > 0 ? (ssize_t)total : rc;
 }
 
-static int has_bytes(const struct kvfs_session *s)
-{
+static int has_bytes(const struct kvfs_session *s) {
     const struct kvfs_tls *t = (const struct kvfs_tls *)s;
     return t->in.begin < t->in.end || SSL_pending(t->ssl) > 0;
 }
 
-void kvfs_tls_free(struct kvfs_session *s)
-{
+void kvfs_tls_free(struct kvfs_session *s) {
     struct kvfs_tls *t = (struct kvfs_tls *)s;
     SSL_free(t->ssl);
     free(t->in.data);
@@ -277,8 +250,7 @@ static const struct kvfs_session_calls CALLS = {kvfs_tls_send, kvfs_tls_receive,
 
 /* --- contexts and handshakes ------------------------------------------------------------------------------------- */
 /* A key with a passphrase is refused: nobody is there to ask. */
-static int no_passphrase(char *into, int room, int writes, void *of)
-{
+static int no_passphrase(char *into, int room, int writes, void *of) {
     (void)into;
     (void)room;
     (void)writes;
@@ -286,17 +258,13 @@ static int no_passphrase(char *into, int room, int writes, void *of)
     return 0;
 }
 
-static int load(SSL_CTX *c, const char *certificate, const char *key, const char *authorities)
-{
-    if (SSL_CTX_use_certificate_chain_file(c, certificate) != 1)
-        return 1;
-    if (SSL_CTX_use_PrivateKey_file(c, key, SSL_FILETYPE_PEM) != 1)
-        return 2;
+static int load(SSL_CTX *c, const char *certificate, const char *key, const char *authorities) {
+    if (SSL_CTX_use_certificate_chain_file(c, certificate) != 1) return 1;
+    if (SSL_CTX_use_PrivateKey_file(c, key, SSL_FILETYPE_PEM) != 1) return 2;
     return SSL_CTX_load_verify_file(c, authorities) == 1 ? 0 : 3;
 }
 
-static int prepare(SSL_CTX *c)
-{
+static int prepare(SSL_CTX *c) {
     SSL_CTX_set_options(c, SSL_OP_NO_COMPRESSION | SSL_OP_NO_RENEGOTIATION | SSL_OP_NO_TICKET |
                                SSL_OP_IGNORE_UNEXPECTED_EOF);
     SSL_CTX_set_mode(c, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
@@ -306,8 +274,8 @@ static int prepare(SSL_CTX *c)
     return SSL_CTX_set_min_proto_version(c, TLS1_3_VERSION) == 1 && SSL_CTX_set_num_tickets(c, 0) == 1;
 }
 
-int kvfs_tls_context(const char *certificate, const char *key, const char *authorities, SSL_CTX **context, char *reason)
-{
+int kvfs_tls_context(const char *certificate, const char *key, const char *authorities, SSL_CTX **context,
+                     char *reason) {
     ERR_clear_error();
     SSL_CTX *c = make_method() ? SSL_CTX_new(TLS_method()) : NULL;
     const int wrong = c == NULL || !prepare(c) ? -1 : load(c, certificate, key, authorities);
@@ -322,11 +290,9 @@ int kvfs_tls_context(const char *certificate, const char *key, const char *autho
 
 void kvfs_tls_context_free(SSL_CTX *context) { SSL_CTX_free(context); }
 
-struct kvfs_tls *kvfs_tls_open(SSL_CTX *context, int fd, int serves, uint64_t key_bytes)
-{
+struct kvfs_tls *kvfs_tls_open(SSL_CTX *context, int fd, int serves, uint64_t key_bytes) {
     struct kvfs_tls *t = calloc(1, sizeof *t);
-    if (t == NULL)
-        return NULL;
+    if (t == NULL) return NULL;
     t->session.calls = &CALLS;
     t->fd = fd;
     t->key_bytes = key_bytes;
@@ -351,17 +317,14 @@ struct kvfs_tls *kvfs_tls_open(SSL_CTX *context, int fd, int serves, uint64_t ke
     return t;
 }
 
-int kvfs_tls_handshake(struct kvfs_tls *t)
-{
+int kvfs_tls_handshake(struct kvfs_tls *t) {
     ERR_clear_error();
     const int rc = SSL_do_handshake(t->ssl);
     const int found = rc == 1 ? 0 : outcome(t, rc) ?: -ECONNRESET;
     const short wants = t->session.wants;
     const int flushed = flush(t); /* an alert, too */
-    if (flushed < 0 && found == 0)
-        return flushed;
+    if (flushed < 0 && found == 0) return flushed;
     /* The peer answers what was sent: nothing is to be read before that has gone. */
-    if (flushed == 0)
-        t->session.wants = wants;
+    if (flushed == 0) t->session.wants = wants;
     return found;
 }

@@ -6,8 +6,7 @@
 
 #include <errno.h>
 
-int64_t kvfs_remote_check_request(const struct kvfs_remote_request *r)
-{
+int64_t kvfs_remote_check_request(const struct kvfs_remote_request *r) {
     if (r->magic != KVFS_REMOTE_REQUEST || (r->flags & ~KVFS_REMOTE_URGENT) || r->wait_ms > KVFS_REMOTE_WAIT_MS)
         return -EPROTO;
     if (r->kind == KVFS_REMOTE_READ && r->count > 0 && r->count <= KVFS_REMOTE_READS)
@@ -17,8 +16,7 @@ int64_t kvfs_remote_check_request(const struct kvfs_remote_request *r)
     return -EPROTO;
 }
 
-int kvfs_remote_check_item(const struct kvfs_remote_item *item, uint64_t number, uint32_t index, uint64_t room_bytes)
-{
+int kvfs_remote_check_item(const struct kvfs_remote_item *item, uint64_t number, uint32_t index, uint64_t room_bytes) {
     if (item->magic != KVFS_REMOTE_ITEM || item->number != number || item->index != index || item->reserved)
         return -EPROTO;
     switch (item->status) {
@@ -34,7 +32,6 @@ int kvfs_remote_check_item(const struct kvfs_remote_item *item, uint64_t number,
     }
 }
 
-int kvfs_remote_check_matched(const struct kvfs_remote_matched *m, uint64_t number, uint32_t asked)
-{
+int kvfs_remote_check_matched(const struct kvfs_remote_matched *m, uint64_t number, uint32_t asked) {
     return m->magic == KVFS_REMOTE_MATCHED && m->number == number && m->count <= asked ? 0 : -EPROTO;
 }

@@ -27,40 +27,32 @@ static pthread_once_t made = PTHREAD_ONCE_INIT;
 /* One bit further: a factor of x, in reflected order. */
 static uint64_t times_x(uint64_t value) { return (value >> 1) ^ (value & 1 ? POLYNOMIAL : 0); }
 
-static uint64_t power_of_x(unsigned n)
-{
+static uint64_t power_of_x(unsigned n) {
     uint64_t value = 1ull << 63; /* 1 */
-    for (unsigned i = 0; i < n; i++)
-        value = times_x(value);
+    for (unsigned i = 0; i < n; i++) value = times_x(value);
     return value;
 }
 
 static struct fold fold_by(unsigned bits) { return (struct fold){power_of_x(bits + 63), power_of_x(bits - 1)}; }
 
-static void make(void)
-{
+static void make(void) {
     for (unsigned byte = 0; byte < 256; byte++) {
         uint64_t value = byte;
-        for (int bit = 0; bit < 8; bit++)
-            value = times_x(value);
+        for (int bit = 0; bit < 8; bit++) value = times_x(value);
         table[0][byte] = value;
     }
     for (unsigned byte = 0; byte < 256; byte++)
-        for (int k = 1; k < 8; k++)
-            table[k][byte] = (table[k - 1][byte] >> 8) ^ table[0][table[k - 1][byte] & 255];
+        for (int k = 1; k < 8; k++) table[k][byte] = (table[k - 1][byte] >> 8) ^ table[0][table[k - 1][byte] & 255];
     by_128 = fold_by(128);
     by_512 = fold_by(512);
     by_2048 = fold_by(2048);
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1"))
-        best = 2;
-    if (best == 2 && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx512f"))
-        best = 3;
+    if (__builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1")) best = 2;
+    if (best == 2 && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx512f")) best = 3;
 #endif
 }
 
-static uint64_t by_table(uint64_t state, const uint8_t *data, size_t bytes)
-{
+static uint64_t by_table(uint64_t state, const uint8_t *data, size_t bytes) {
     for (; bytes >= 8; bytes -= 8, data += 8) {
         uint64_t word;
         memcpy(&word, data, 8);
@@ -72,39 +64,34 @@ static uint64_t by_table(uint64_t state, const uint8_t *data, size_t bytes)
                 table[4][state >> 24 & 255] ^ table[3][state >> 32 & 255] ^ table[2][state >> 40 & 255] ^
                 table[1][state >> 48 & 255] ^ table[0][state >> 56];
     }
-    for (; bytes > 0; bytes--, data++)
-        state = (state >> 8) ^ table[0][(state ^ *data) & 255];
+    for (; bytes > 0; bytes--, data++) state = (state >> 8) ^ table[0][(state ^ *data) & 255];
     return state;
 }
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-__attribute__((target("pclmul,sse4.1"))) static inline __m128i fold_128(__m128i block, __m128i k, __m128i next)
-{
+__attribute__((target("pclmul,sse4.1"))) static inline __m128i fold_128(__m128i block, __m128i k, __m128i next) {
     __m128i low = _mm_clmulepi64_si128(block, k, 0x00), high = _mm_clmulepi64_si128(block, k, 0x11);
     return _mm_xor_si128(_mm_xor_si128(low, high), next);
 }
 
-__attribute__((target("pclmul,sse4.1"))) static inline __m128i constants(struct fold by)
-{
+__attribute__((target("pclmul,sse4.1"))) static inline __m128i constants(struct fold by) {
     return _mm_set_epi64x((long long)by.high, (long long)by.low);
 }
 
 /* The rest of a message of which `block` stands for all that came before `data`. */
-__attribute__((target("pclmul,sse4.1"))) static uint64_t finish_128(__m128i block, const uint8_t *data, size_t bytes)
-{
+__attribute__((target("pclmul,sse4.1"))) static uint64_t finish_128(__m128i block, const uint8_t *data, size_t bytes) {
     const __m128i k = constants(by_128);
     uint8_t last[16];
-    for (; bytes >= 16; bytes -= 16, data += 16)
-        block = fold_128(block, k, _mm_loadu_si128((const __m128i *)data));
+    for (; bytes >= 16; bytes -= 16, data += 16) block = fold_128(block, k, _mm_loadu_si128((const __m128i *)data));
     _mm_storeu_si128((__m128i *)last, block);
     return by_table(by_table(0, last, 16), data, bytes);
 }
 
 /* At least 64 bytes. */
-__attribute__((target("pclmul,sse4.1"))) static uint64_t by_128_bits(uint64_t state, const uint8_t *data, size_t bytes)
-{
+__attribute__((target("pclmul,sse4.1"))) static uint64_t by_128_bits(uint64_t state, const uint8_t *data,
+                                                                     size_t bytes) {
     const __m128i *from = (const __m128i *)data;
     __m128i a = _mm_xor_si128(_mm_loadu_si128(from), _mm_set_epi64x(0, (long long)state));
     __m128i b = _mm_loadu_si128(from + 1), c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
@@ -122,8 +109,7 @@ __attribute__((target("pclmul,sse4.1"))) static uint64_t by_128_bits(uint64_t st
 
 #define WIDE __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.1")))
 
-WIDE static inline __m512i fold_512(__m512i block, __m512i k, __m512i next)
-{
+WIDE static inline __m512i fold_512(__m512i block, __m512i k, __m512i next) {
     __m512i low = _mm512_clmulepi64_epi128(block, k, 0x00), high = _mm512_clmulepi64_epi128(block, k, 0x11);
     return _mm512_ternarylogic_epi64(low, high, next, 0x96);
 }
@@ -131,8 +117,7 @@ WIDE static inline __m512i fold_512(__m512i block, __m512i k, __m512i next)
 WIDE static inline __m512i wide(struct fold by) { return _mm512_broadcast_i32x4(constants(by)); }
 
 /* At least 256 bytes. */
-WIDE static uint64_t by_512_bits(uint64_t state, const uint8_t *data, size_t bytes)
-{
+WIDE static uint64_t by_512_bits(uint64_t state, const uint8_t *data, size_t bytes) {
     __m512i a = _mm512_loadu_si512(data), b = _mm512_loadu_si512(data + 64);
     __m512i c = _mm512_loadu_si512(data + 128), d = _mm512_loadu_si512(data + 192);
     a = _mm512_xor_si512(a, _mm512_zextsi128_si512(_mm_set_epi64x(0, (long long)state)));
@@ -154,20 +139,16 @@ WIDE static uint64_t by_512_bits(uint64_t state, const uint8_t *data, size_t byt
 }
 #endif
 
-int kvfs_crc64nvme_engine(int wanted)
-{
+int kvfs_crc64nvme_engine(int wanted) {
     pthread_once(&made, make);
     return wanted == 0 ? best : wanted <= best ? wanted : -1;
 }
 
-uint64_t kvfs_crc64nvme(uint64_t crc, const uint8_t *data, size_t bytes, int engine)
-{
+uint64_t kvfs_crc64nvme(uint64_t crc, const uint8_t *data, size_t bytes, int engine) {
     engine = kvfs_crc64nvme_engine(engine);
 #if defined(__x86_64__)
-    if (engine == 3 && bytes >= 256)
-        return ~by_512_bits(~crc, data, bytes);
-    if (engine >= 2 && bytes >= 64)
-        return ~by_128_bits(~crc, data, bytes);
+    if (engine == 3 && bytes >= 256) return ~by_512_bits(~crc, data, bytes);
+    if (engine >= 2 && bytes >= 64) return ~by_128_bits(~crc, data, bytes);
 #endif
     return ~by_table(~crc, data, bytes);
 }

@@ -2,8 +2,7 @@
 #if defined(__x86_64__)
 #include "hash/xxh3_avx2.h"
 
-void kvfs_xxh3_reset_avx2(void *state)
-{
+void kvfs_xxh3_reset_avx2(void *state) {
     XXH3_INITSTATE((XXH3_state_t *)state);
     XXH3_64bits_reset(state);
 }

@@ -21,11 +21,9 @@ void kvfs_xxh3_reset_avx2(void *state);
 void kvfs_xxh3_update_avx2(void *state, const void *data, size_t bytes);
 uint64_t kvfs_xxh3_digest_avx2(const void *state);
 
-int kvfs_body_init(struct kvfs_body *b, int wants_crc)
-{
+int kvfs_body_init(struct kvfs_body *b, int wants_crc) {
     b->xxh3 = aligned_alloc(64, (sizeof(XXH3_state_t) + 63) / 64 * 64);
-    if (b->xxh3 == NULL)
-        return -ENOMEM;
+    if (b->xxh3 == NULL) return -ENOMEM;
     b->crc = 0;
     b->wants_crc = wants_crc;
     b->avx2 = 0;
@@ -41,41 +39,33 @@ int kvfs_body_init(struct kvfs_body *b, int wants_crc)
     return 0;
 }
 
-void kvfs_body_free(struct kvfs_body *b)
-{
+void kvfs_body_free(struct kvfs_body *b) {
     free(b->xxh3);
     b->xxh3 = NULL;
 }
 
-void kvfs_body_update(struct kvfs_body *b, const uint8_t *data, size_t bytes)
-{
+void kvfs_body_update(struct kvfs_body *b, const uint8_t *data, size_t bytes) {
 #if defined(__x86_64__)
     if (b->avx2)
         kvfs_xxh3_update_avx2(b->xxh3, data, bytes);
     else
 #endif
         XXH3_64bits_update(b->xxh3, data, bytes);
-    if (b->wants_crc)
-        b->crc = kvfs_crc64nvme(b->crc, data, bytes, 0);
+    if (b->wants_crc) b->crc = kvfs_crc64nvme(b->crc, data, bytes, 0);
 }
 
-uint64_t kvfs_body_xxh3(const struct kvfs_body *b)
-{
+uint64_t kvfs_body_xxh3(const struct kvfs_body *b) {
 #if defined(__x86_64__)
-    if (b->avx2)
-        return kvfs_xxh3_digest_avx2(b->xxh3);
+    if (b->avx2) return kvfs_xxh3_digest_avx2(b->xxh3);
 #endif
     return XXH3_64bits_digest(b->xxh3);
 }
 
-static int write_all(int fd, const uint8_t *data, size_t bytes, uint64_t offset)
-{
+static int write_all(int fd, const uint8_t *data, size_t bytes, uint64_t offset) {
     while (bytes > 0) {
         ssize_t put = pwrite(fd, data, bytes, (off_t)offset);
-        if (put < 0 && errno == EINTR)
-            continue;
-        if (put <= 0)
-            return put < 0 ? -errno : -EIO;
+        if (put < 0 && errno == EINTR) continue;
+        if (put <= 0) return put < 0 ? -errno : -EIO;
         data += put;
         bytes -= (size_t)put;
         offset += (uint64_t)put;
@@ -83,29 +73,25 @@ static int write_all(int fd, const uint8_t *data, size_t bytes, uint64_t offset)
     return 0;
 }
 
-int kvfs_body_take(struct kvfs_body *b, int fd, uint64_t offset, const uint8_t *data, size_t bytes)
-{
+int kvfs_body_take(struct kvfs_body *b, int fd, uint64_t offset, const uint8_t *data, size_t bytes) {
     kvfs_body_update(b, data, bytes);
     return write_all(fd, data, bytes, offset);
 }
 
 int64_t kvfs_receive(struct kvfs_body *b, int socket, int fd, uint64_t offset, uint64_t most, uint8_t *buffer,
-                     size_t room, int *end)
-{
+                     size_t room, int *end) {
     uint64_t moved = 0;
     *end = KVFS_RECEIVE_MOVED;
     while (moved < most) {
         size_t asked = most - moved < room ? (size_t)(most - moved) : room;
         ssize_t got = recv(socket, buffer, asked, MSG_DONTWAIT);
-        if (got < 0 && errno == EINTR)
-            continue;
+        if (got < 0 && errno == EINTR) continue;
         if (got <= 0) {
             *end = got == 0 ? KVFS_RECEIVE_END : errno == EAGAIN ? KVFS_RECEIVE_WAIT : KVFS_RECEIVE_GONE;
             break;
         }
         int rc = kvfs_body_take(b, fd, offset + moved, buffer, (size_t)got);
-        if (rc < 0)
-            return rc;
+        if (rc < 0) return rc;
         moved += (uint64_t)got;
     }
     return (int64_t)moved;

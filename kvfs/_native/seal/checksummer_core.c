@@ -34,47 +34,37 @@ struct reading {
     uint8_t *chunk;
 };
 
-static void set_busy(struct kvfs_checksummer *c, uint32_t slot) REQUIRES(c->lock)
-{
+static void set_busy(struct kvfs_checksummer *c, uint32_t slot) REQUIRES(c->lock) {
     __atomic_store_n(&c->busy_slot, slot, __ATOMIC_RELAXED);
-    if (slot == KVFS_NO_SLOT)
-        pthread_cond_broadcast(&c->idle);
+    if (slot == KVFS_NO_SLOT) pthread_cond_broadcast(&c->idle);
 }
 
 /* Opens the job's slot unless it is paused (then waits), gone or moved on. 1 open, 0 abandoned, -errno. */
-static int open_slot(struct kvfs_checksummer *c, struct kvfs_checksum_job job, struct reading *r)
-{
+static int open_slot(struct kvfs_checksummer *c, struct kvfs_checksum_job job, struct reading *r) {
     kvfs_lock(&c->lock);
-    while (c->paused_slot == job.slot && !c->stop)
-        kvfs_wait(&c->work, &c->lock);
+    while (c->paused_slot == job.slot && !c->stop) kvfs_wait(&c->work, &c->lock);
     int stop = c->stop;
-    if (!stop)
-        set_busy(c, job.slot);
+    if (!stop) set_busy(c, job.slot);
     kvfs_unlock(&c->lock);
-    if (stop || kvfs_table_generation(c->table, job.slot) != job.generation)
-        return 0;
+    if (stop || kvfs_table_generation(c->table, job.slot) != job.generation) return 0;
     r->fd = kvfs_slot_open(c->dirfd, job.slot, O_RDONLY | O_NONBLOCK | O_NOATIME);
     return r->fd >= 0 ? 1 : r->fd == -ENOENT ? 0 : r->fd;
 }
 
-static void close_slot(struct kvfs_checksummer *c, struct reading *r)
-{
-    if (r->fd >= 0)
-        close(r->fd);
+static void close_slot(struct kvfs_checksummer *c, struct reading *r) {
+    if (r->fd >= 0) close(r->fd);
     r->fd = -1;
     kvfs_lock(&c->lock);
     set_busy(c, KVFS_NO_SLOT);
     kvfs_unlock(&c->lock);
 }
 
-static int is_paused(struct kvfs_checksummer *c, uint32_t slot)
-{
+static int is_paused(struct kvfs_checksummer *c, uint32_t slot) {
     return __atomic_load_n(&c->paused_slot, __ATOMIC_ACQUIRE) == slot;
 }
 
 /* 1 with the whole slot hashed, 0 abandoned, -errno. */
-static int hash_slot(struct kvfs_checksummer *c, struct kvfs_checksum_job job, struct reading *r)
-{
+static int hash_slot(struct kvfs_checksummer *c, struct kvfs_checksum_job job, struct reading *r) {
     int rc = open_slot(c, job, r);
     while (rc == 1) {
         if (__atomic_load_n(&c->stop, __ATOMIC_RELAXED) || kvfs_table_generation(c->table, job.slot) != job.generation)
@@ -86,8 +76,7 @@ static int hash_slot(struct kvfs_checksummer *c, struct kvfs_checksum_job job, s
             continue;
         }
         ssize_t n = pread(r->fd, r->chunk, KVFS_HASH_CHUNK_BYTES, (off_t)r->offset);
-        if (n == 0)
-            return 1;
+        if (n == 0) return 1;
         if (n > 0) {
             XXH3_64bits_update(r->state, r->chunk, (size_t)n);
             r->offset += (uint64_t)n;
@@ -98,8 +87,7 @@ static int hash_slot(struct kvfs_checksummer *c, struct kvfs_checksum_job job, s
     return rc;
 }
 
-static void run_job(struct kvfs_checksummer *c, struct kvfs_checksum_job job, struct reading *r)
-{
+static void run_job(struct kvfs_checksummer *c, struct kvfs_checksum_job job, struct reading *r) {
     r->fd = -1;
     r->offset = 0;
     XXH3_64bits_reset(r->state);
@@ -115,8 +103,7 @@ static void run_job(struct kvfs_checksummer *c, struct kvfs_checksum_job job, st
 }
 
 /* One wait for work, with an empty ring. */
-static void wait_for_work(struct kvfs_checksummer *c, int *dozes) REQUIRES(c->lock)
-{
+static void wait_for_work(struct kvfs_checksummer *c, int *dozes) REQUIRES(c->lock) {
     if (*dozes >= DOZES) {
         *dozes = 0;
         kvfs_wait(&c->work, &c->lock);
@@ -129,8 +116,7 @@ static void wait_for_work(struct kvfs_checksummer *c, int *dozes) REQUIRES(c->lo
     c->dozing = 0;
 }
 
-static void *thread_main(void *argument)
-{
+static void *thread_main(void *argument) {
     struct kvfs_checksummer *c = (struct kvfs_checksummer *)argument;
     struct reading r = {.fd = -1, .chunk = malloc(KVFS_HASH_CHUNK_BYTES), .state = XXH3_createState()};
     int dozes = DOZES;
@@ -166,8 +152,7 @@ int kvfs_checksummer_start(struct kvfs_checksummer *c, struct kvfs_table *table,
     c->capacity = capacity;
     c->busy_slot = c->paused_slot = KVFS_NO_SLOT;
     c->ring = calloc(capacity, sizeof *c->ring);
-    if (!c->ring)
-        return -ENOMEM;
+    if (!c->ring) return -ENOMEM;
     kvfs_mutex_init(&c->lock);
     kvfs_cond_init(&c->work);
     kvfs_cond_init(&c->idle);
@@ -180,62 +165,50 @@ int kvfs_checksummer_start(struct kvfs_checksummer *c, struct kvfs_table *table,
     return rc;
 }
 
-int kvfs_checksummer_push(struct kvfs_checksummer *c, uint32_t slot, uint32_t generation)
-{
+int kvfs_checksummer_push(struct kvfs_checksummer *c, uint32_t slot, uint32_t generation) {
     kvfs_lock(&c->lock);
     int rc = c->count == c->capacity ? -EAGAIN : c->stop ? -ESHUTDOWN : 0;
     if (rc == 0) {
         c->ring[(c->head + c->count++) % c->capacity] = (struct kvfs_checksum_job){slot, generation};
-        if (c->dozing ? c->count == c->capacity / 2 : c->count == 1)
-            pthread_cond_signal(&c->work);
+        if (c->dozing ? c->count == c->capacity / 2 : c->count == 1) pthread_cond_signal(&c->work);
     }
     kvfs_unlock(&c->lock);
     return rc;
 }
 
 /* After 0 the thread does not have `slot` open and will not open it until resume. */
-int kvfs_checksummer_pause(struct kvfs_checksummer *c, uint32_t slot, int64_t timeout_ns)
-{
+int kvfs_checksummer_pause(struct kvfs_checksummer *c, uint32_t slot, int64_t timeout_ns) {
     struct timespec deadline;
     int rc = 0;
     kvfs_lock(&c->lock);
     __atomic_store_n(&c->paused_slot, slot, __ATOMIC_RELEASE);
-    if (c->busy_slot == slot)
-        deadline = kvfs_deadline_after(timeout_ns);
-    while (c->busy_slot == slot && rc == 0)
-        rc = kvfs_wait_until(&c->idle, &c->lock, &deadline);
+    if (c->busy_slot == slot) deadline = kvfs_deadline_after(timeout_ns);
+    while (c->busy_slot == slot && rc == 0) rc = kvfs_wait_until(&c->idle, &c->lock, &deadline);
     rc = c->busy_slot == slot ? rc : 0;
     kvfs_unlock(&c->lock);
-    if (rc < 0)
-        kvfs_checksummer_resume(c);
+    if (rc < 0) kvfs_checksummer_resume(c);
     return rc;
 }
 
-void kvfs_checksummer_resume(struct kvfs_checksummer *c)
-{
+void kvfs_checksummer_resume(struct kvfs_checksummer *c) {
     kvfs_lock(&c->lock);
     __atomic_store_n(&c->paused_slot, KVFS_NO_SLOT, __ATOMIC_RELEASE);
-    if (c->working)
-        pthread_cond_signal(&c->work);
+    if (c->working) pthread_cond_signal(&c->work);
     kvfs_unlock(&c->lock);
 }
 
 /* Waits until every job pushed so far is done. */
-int kvfs_checksummer_drain(struct kvfs_checksummer *c, int64_t timeout_ns)
-{
+int kvfs_checksummer_drain(struct kvfs_checksummer *c, int64_t timeout_ns) {
     struct timespec deadline = kvfs_deadline_after(timeout_ns);
     int rc = 0;
     kvfs_lock(&c->lock);
-    if (c->dozing)
-        pthread_cond_signal(&c->work);
-    while ((c->count || c->working) && rc == 0)
-        rc = kvfs_wait_until(&c->idle, &c->lock, &deadline);
+    if (c->dozing) pthread_cond_signal(&c->work);
+    while ((c->count || c->working) && rc == 0) rc = kvfs_wait_until(&c->idle, &c->lock, &deadline);
     kvfs_unlock(&c->lock);
     return rc;
 }
 
-int kvfs_checksummer_idle(struct kvfs_checksummer *c)
-{
+int kvfs_checksummer_idle(struct kvfs_checksummer *c) {
     kvfs_lock(&c->lock);
     int idle = c->count == 0 && !c->working;
     kvfs_unlock(&c->lock);
@@ -245,8 +218,7 @@ int kvfs_checksummer_idle(struct kvfs_checksummer *c)
 /* Ends the thread at its next chunk; jobs left in the ring are dropped. Harmless if never started. */
 void kvfs_checksummer_stop(struct kvfs_checksummer *c) UNCHECKED /* the end: no thread any more */
 {
-    if (!c->started)
-        return;
+    if (!c->started) return;
     kvfs_lock(&c->lock);
     __atomic_store_n(&c->stop, 1, __ATOMIC_RELAXED);
     pthread_cond_broadcast(&c->work);

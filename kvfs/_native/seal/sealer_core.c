@@ -35,26 +35,21 @@
 
 #define SLICE_NS 100000
 
-static void notify(struct kvfs_sealer *s)
-{
+static void notify(struct kvfs_sealer *s) {
     const uint64_t one = 1;
     (void)!write(s->notify_fd, &one, sizeof one);
 }
 
 /* Size and blocks of a slot that nobody can write any more; -EBUSY while a writer lives. Its descriptor, and the lease
  * with it, is closed after the answer is sent, by the caller. */
-static int look_at(struct kvfs_sealer *s, uint32_t slot, struct stat *found, int *fd)
-{
+static int look_at(struct kvfs_sealer *s, uint32_t slot, struct stat *found, int *fd) {
     *fd = kvfs_slot_open(s->dirfd, slot, O_RDONLY | O_NONBLOCK);
-    if (*fd < 0)
-        return -EAGAIN;
-    if (fcntl(*fd, F_SETLEASE, F_RDLCK) != 0)
-        return errno == EAGAIN ? -EBUSY : -EAGAIN;
+    if (*fd < 0) return -EAGAIN;
+    if (fcntl(*fd, F_SETLEASE, F_RDLCK) != 0) return errno == EAGAIN ? -EBUSY : -EAGAIN;
     return fstat(*fd, found) == 0 ? 0 : -EAGAIN;
 }
 
-static void note(struct kvfs_sealer *s, const struct kvfs_sealed *done) REQUIRES(s->lock)
-{
+static void note(struct kvfs_sealer *s, const struct kvfs_sealed *done) REQUIRES(s->lock) {
     s->ring[(s->head + s->count) % s->ring_room] = *done;
     __atomic_store_n(&s->count, s->count + 1, __ATOMIC_RELEASE);
     s->grants[done->slot] = (struct kvfs_grant){0};
@@ -62,8 +57,7 @@ static void note(struct kvfs_sealer *s, const struct kvfs_sealed *done) REQUIRES
 
 /* Header first, entry second: a reader that finds the entry finds the slot sealed. */
 static int publish(struct kvfs_sealer *s, const struct kvfs_seal_channel *channel, const struct kvfs_seal_request *seal,
-                   struct kvfs_sealed *done)
-{
+                   struct kvfs_sealed *done) {
     struct kvfs_slot_header header = {
         .kind = KVFS_KIND_BLOCK, .object_id = done->object_id, .sequence = done->object_id};
     struct kvfs_entry_value value = {.slot = seal->slot,
@@ -82,33 +76,27 @@ static int publish(struct kvfs_sealer *s, const struct kvfs_seal_channel *channe
         header.marks = KVFS_MARK_HAS_CHECKSUM;
     }
     int rc = s->writer.publish(s->table, seal->slot, seal->generation, &header);
-    if (rc < 0)
-        return -EAGAIN;
-    if (s->writer.put(s->table, seal->key, &value) < 0)
-        done->outcome = KVFS_SEAL_UNINDEXED;
+    if (rc < 0) return -EAGAIN;
+    if (s->writer.put(s->table, seal->key, &value) < 0) done->outcome = KVFS_SEAL_UNINDEXED;
     return done->outcome == KVFS_SEAL_UNINDEXED ? -ENOSPC : 0;
 }
 
 /* One seal: 0, or -errno. */
 static int seal_one(struct kvfs_sealer *s, const struct kvfs_seal_channel *channel,
-                    const struct kvfs_seal_request *seal, uint64_t *size_bytes, int *fd) REQUIRES(s->lock)
-{
+                    const struct kvfs_seal_request *seal, uint64_t *size_bytes, int *fd) REQUIRES(s->lock) {
     static const uint64_t no_key = 0;
     struct kvfs_entry_view view;
     struct stat found;
     if (seal->slot >= s->table->slot_count || s->grants[seal->slot].channel != channel->number + 1 ||
         s->grants[seal->slot].generation != seal->generation)
         return -ESTALE;
-    if ((seal->flags & ~KVFS_SEAL_HAS_CHECKSUM) || memcmp(seal->key, &no_key, sizeof no_key) == 0)
-        return -EINVAL;
-    if (s->count == s->ring_room || s->next_id == s->end_id)
-        return -EAGAIN;
+    if ((seal->flags & ~KVFS_SEAL_HAS_CHECKSUM) || memcmp(seal->key, &no_key, sizeof no_key) == 0) return -EINVAL;
+    if (s->count == s->ring_room || s->next_id == s->end_id) return -EAGAIN;
     struct kvfs_sealed done = {.slot = seal->slot, .generation = seal->generation, .channel = channel->number};
     memcpy(done.key, seal->key, KVFS_KEY_BYTES);
     memcpy(done.parent, seal->parent, KVFS_KEY_BYTES);
     int there = kvfs_table_lookup(s->table, seal->key, &view);
-    if (there < 0)
-        return -EAGAIN;
+    if (there < 0) return -EAGAIN;
     if (there) {
         *size_bytes = view.size_bytes;
         done.outcome = KVFS_SEAL_THERE;
@@ -116,10 +104,8 @@ static int seal_one(struct kvfs_sealer *s, const struct kvfs_seal_channel *chann
         return -EEXIST;
     }
     int rc = look_at(s, seal->slot, &found, fd);
-    if (rc < 0)
-        return rc;
-    if ((uint64_t)found.st_size > s->largest_bytes)
-        return -EFBIG;
+    if (rc < 0) return rc;
+    if ((uint64_t)found.st_size > s->largest_bytes) return -EFBIG;
     if ((uint64_t)found.st_blocks * 512u < (uint64_t)found.st_size)
         return -EAGAIN; /* it has holes, which the event loop fills first */
     done.object_id = s->next_id++;
@@ -128,15 +114,13 @@ static int seal_one(struct kvfs_sealer *s, const struct kvfs_seal_channel *chann
     done.sealed_at_ns = kvfs_clock_ns(CLOCK_REALTIME);
     done.has_checksum = seal->flags & KVFS_SEAL_HAS_CHECKSUM;
     rc = publish(s, channel, seal, &done);
-    if (rc != -EAGAIN)
-        note(s, &done);
+    if (rc != -EAGAIN) note(s, &done);
     return rc;
 }
 
 /* One packet of `n` seals, answered. 0, or -1 when the answer was not taken. */
 static int serve(struct kvfs_sealer *s, const struct kvfs_seal_channel *channel, const struct kvfs_seal_request *seals,
-                 size_t n)
-{
+                 size_t n) {
     struct kvfs_seal_result results[KVFS_SEALS_AT_ONCE];
     int looked[KVFS_SEALS_AT_ONCE];
     memset(results, 0, sizeof results);
@@ -150,8 +134,7 @@ static int serve(struct kvfs_sealer *s, const struct kvfs_seal_channel *channel,
     kvfs_unlock(&s->lock);
     ssize_t sent = send(channel->fd, results, n * sizeof *results, MSG_DONTWAIT | MSG_NOSIGNAL);
     for (size_t i = 0; i < n; i++)
-        if (looked[i] >= 0)
-            close(looked[i]);
+        if (looked[i] >= 0) close(looked[i]);
     if (news) /* after the answer, since the writer waits for that */
         notify(s);
     return sent < 0 ? -1 : 0;
@@ -159,8 +142,7 @@ static int serve(struct kvfs_sealer *s, const struct kvfs_seal_channel *channel,
 
 /* A short slice has a thread run soon after it wakes (Linux 6.12; others refuse it), and this one only ever needs some
  * microseconds: a writer waits for them, while the event loop may have the core. */
-static void ask_for_short_slices(void)
-{
+static void ask_for_short_slices(void) {
     struct {
         uint32_t size, policy;
         uint64_t flags;
@@ -172,12 +154,10 @@ static void ask_for_short_slices(void)
 }
 
 /* This thread on the writer's processor, if it may run there; else wherever it may. */
-static void follow(const cpu_set_t *allowed, uint32_t processor)
-{
+static void follow(const cpu_set_t *allowed, uint32_t processor) {
     cpu_set_t there;
     CPU_ZERO(&there);
-    if (processor > 0 && processor <= CPU_SETSIZE && CPU_ISSET(processor - 1, allowed))
-        CPU_SET(processor - 1, &there);
+    if (processor > 0 && processor <= CPU_SETSIZE && CPU_ISSET(processor - 1, allowed)) CPU_SET(processor - 1, &there);
     (void)sched_setaffinity(0, sizeof there, CPU_COUNT(&there) ? &there : allowed);
 }
 
@@ -185,8 +165,7 @@ static void follow(const cpu_set_t *allowed, uint32_t processor)
  * takes 18 us. The kernel would rather wake it on a core that is idle, and where a hypervisor has halted that, the
  * round trip takes 55 us; spinning for the answer left it at 32, and waking the thread ahead of its packet cost as much
  * as it gained. */
-static void *thread_main(void *argument)
-{
+static void *thread_main(void *argument) {
     struct kvfs_seal_channel *channel = (struct kvfs_seal_channel *)argument;
     struct kvfs_seal_request seals[KVFS_SEALS_AT_ONCE];
     cpu_set_t allowed;
@@ -195,14 +174,10 @@ static void *thread_main(void *argument)
     ask_for_short_slices();
     for (;;) {
         ssize_t got = recv(channel->fd, seals, sizeof seals, MSG_TRUNC);
-        if (got < 0 && errno == EINTR)
-            continue;
-        if (got <= 0 || got > (ssize_t)sizeof seals || got % (ssize_t)sizeof *seals)
-            break;
-        if (serve(channel->sealer, channel, seals, (size_t)got / sizeof *seals) < 0)
-            break;
-        if (may_follow && seals->processor != processor)
-            follow(&allowed, processor = seals->processor);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0 || got > (ssize_t)sizeof seals || got % (ssize_t)sizeof *seals) break;
+        if (serve(channel->sealer, channel, seals, (size_t)got / sizeof *seals) < 0) break;
+        if (may_follow && seals->processor != processor) follow(&allowed, processor = seals->processor);
     }
     shutdown(channel->fd, SHUT_RDWR);
     return NULL;
@@ -210,8 +185,7 @@ static void *thread_main(void *argument)
 
 static void free_all(struct kvfs_sealer *s) UNCHECKED /* no thread any more */
 {
-    if (s->notify_fd >= 0)
-        close(s->notify_fd);
+    if (s->notify_fd >= 0) close(s->notify_fd);
     free(s->grants);
     free(s->channels);
     free(s->ring);
@@ -230,30 +204,23 @@ int kvfs_sealer_start(struct kvfs_sealer *s, uint32_t channels, uint32_t room) U
     s->notify_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     int rc = !s->grants || !s->channels || !s->ring ? -ENOMEM : s->notify_fd < 0 ? -errno : 0;
     s->started = rc == 0;
-    if (rc < 0)
-        free_all(s);
+    if (rc < 0) free_all(s);
     return rc;
 }
 
 /* Ends every channel. REQUIRES that the ring was taken before: it is freed. */
-void kvfs_sealer_stop(struct kvfs_sealer *s)
-{
-    if (!s->started)
-        return;
+void kvfs_sealer_stop(struct kvfs_sealer *s) {
+    if (!s->started) return;
     s->started = 0;
-    for (uint32_t i = 0; i < s->channel_count; i++)
-        kvfs_sealer_close(s, i);
+    for (uint32_t i = 0; i < s->channel_count; i++) kvfs_sealer_close(s, i);
     free_all(s);
 }
 
 /* Takes over `fd`, a packet socket; the channel's number, which is its own until it is closed; or -errno. */
-int64_t kvfs_sealer_open(struct kvfs_sealer *s, int fd, uint32_t uid, uint32_t bucket_id)
-{
+int64_t kvfs_sealer_open(struct kvfs_sealer *s, int fd, uint32_t uid, uint32_t bucket_id) {
     uint32_t number = 0;
-    while (number < s->channel_count && s->channels[number].used)
-        number++;
-    if (number == s->channel_count)
-        return -EMFILE;
+    while (number < s->channel_count && s->channels[number].used) number++;
+    if (number == s->channel_count) return -EMFILE;
     struct kvfs_seal_channel *channel = &s->channels[number];
     *channel = (struct kvfs_seal_channel){.sealer = s, .fd = fd, .number = number, .uid = uid, .bucket_id = bucket_id};
     int rc = kvfs_thread_start(&channel->thread, thread_main, channel, KVFS_SMALL_STACK_BYTES);
@@ -262,42 +229,36 @@ int64_t kvfs_sealer_open(struct kvfs_sealer *s, int fd, uint32_t uid, uint32_t b
 }
 
 /* Waits for the packet that is being served, if there is one. */
-void kvfs_sealer_close(struct kvfs_sealer *s, uint32_t number)
-{
+void kvfs_sealer_close(struct kvfs_sealer *s, uint32_t number) {
     struct kvfs_seal_channel *channel = &s->channels[number];
-    if (number >= s->channel_count || !channel->used)
-        return;
+    if (number >= s->channel_count || !channel->used) return;
     shutdown(channel->fd, SHUT_RDWR);
     pthread_join(channel->thread, NULL);
     close(channel->fd);
     channel->used = 0;
 }
 
-void kvfs_sealer_grant(struct kvfs_sealer *s, uint32_t slot, uint32_t generation, uint32_t channel)
-{
+void kvfs_sealer_grant(struct kvfs_sealer *s, uint32_t slot, uint32_t generation, uint32_t channel) {
     kvfs_lock(&s->lock);
     s->grants[slot] = (struct kvfs_grant){.generation = generation, .channel = channel + 1};
     kvfs_unlock(&s->lock);
 }
 
 /* Leaves the draft of this slot to the event loop. */
-void kvfs_sealer_revoke(struct kvfs_sealer *s, uint32_t slot)
-{
+void kvfs_sealer_revoke(struct kvfs_sealer *s, uint32_t slot) {
     kvfs_lock(&s->lock);
     s->grants[slot] = (struct kvfs_grant){0};
     kvfs_unlock(&s->lock);
 }
 
-void kvfs_sealer_give_ids(struct kvfs_sealer *s, uint64_t first, uint64_t count)
-{
+void kvfs_sealer_give_ids(struct kvfs_sealer *s, uint64_t first, uint64_t count) {
     kvfs_lock(&s->lock);
     s->next_id = first;
     s->end_id = first + count;
     kvfs_unlock(&s->lock);
 }
 
-uint64_t kvfs_sealer_ids_left(struct kvfs_sealer *s)
-{
+uint64_t kvfs_sealer_ids_left(struct kvfs_sealer *s) {
     kvfs_lock(&s->lock);
     uint64_t left = s->end_id - s->next_id;
     kvfs_unlock(&s->lock);
@@ -305,23 +266,19 @@ uint64_t kvfs_sealer_ids_left(struct kvfs_sealer *s)
 }
 
 /* UNCHECKED: read without the lock, also by who holds it. What was answered as sealed before is counted, or was taken. */
-uint32_t kvfs_sealer_pending(const struct kvfs_sealer *s) UNCHECKED
-{
+uint32_t kvfs_sealer_pending(const struct kvfs_sealer *s) UNCHECKED {
     return __atomic_load_n(&s->count, __ATOMIC_ACQUIRE);
 }
 
 /* Moves at most `most` records out, oldest first; returns how many. */
-uint32_t kvfs_sealer_take(struct kvfs_sealer *s, struct kvfs_sealed *into, uint32_t most)
-{
+uint32_t kvfs_sealer_take(struct kvfs_sealer *s, struct kvfs_sealed *into, uint32_t most) {
     uint64_t seen;
     kvfs_lock(&s->lock);
     uint32_t n = s->count < most ? s->count : most;
-    for (uint32_t i = 0; i < n; i++)
-        into[i] = s->ring[(s->head + i) % s->ring_room];
+    for (uint32_t i = 0; i < n; i++) into[i] = s->ring[(s->head + i) % s->ring_room];
     s->head = (s->head + n) % s->ring_room;
     __atomic_store_n(&s->count, s->count - n, __ATOMIC_RELEASE);
-    if (s->count == 0)
-        (void)!read(s->notify_fd, &seen, sizeof seen);
+    if (s->count == 0) (void)!read(s->notify_fd, &seen, sizeof seen);
     kvfs_unlock(&s->lock);
     return n;
 }

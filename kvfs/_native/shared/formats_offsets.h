@@ -11,10 +11,8 @@ struct kvfs_field {
     size_t size;
 };
 
-#define KVFS_FIELD(structure, name)                                                                \
-    {                                                                                              \
-#structure, #name, offsetof(struct structure, name), sizeof(((struct structure *)0)->name) \
-    }
+#define KVFS_FIELD(structure, name) \
+    { #structure, #name, offsetof(struct structure, name), sizeof(((struct structure *)0)->name) }
 #define T(name) KVFS_FIELD(kvfs_table_header, name)
 #define S(name) KVFS_FIELD(kvfs_slot_header, name)
 #define E(name) KVFS_FIELD(kvfs_index_entry, name)

@@ -37,15 +37,12 @@ static inline void kvfs_hits_free(struct kvfs_hits *h) UNCHECKED /* nobody has t
     kvfs_mutex_destroy(&h->lock);
 }
 
-static inline void kvfs_hits_note(struct kvfs_hits *h, const uint8_t *key) REQUIRES(h->lock)
-{
-    if (h->count < h->room)
-        memcpy(h->keys + (size_t)h->count++ * KVFS_KEY_BYTES, key, KVFS_KEY_BYTES);
+static inline void kvfs_hits_note(struct kvfs_hits *h, const uint8_t *key) REQUIRES(h->lock) {
+    if (h->count < h->room) memcpy(h->keys + (size_t)h->count++ * KVFS_KEY_BYTES, key, KVFS_KEY_BYTES);
 }
 
 /* Moves at most `most` keys out; returns how many. */
-static inline uint32_t kvfs_hits_take(struct kvfs_hits *h, uint8_t *keys, uint32_t most)
-{
+static inline uint32_t kvfs_hits_take(struct kvfs_hits *h, uint8_t *keys, uint32_t most) {
     kvfs_lock(&h->lock);
     uint32_t n = h->count < most ? h->count : most;
     h->count -= n;

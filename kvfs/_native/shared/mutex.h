@@ -40,10 +40,8 @@ struct CAPABILITY("mutex") kvfs_mutex {
     pthread_mutex_t raw;
 };
 
-#define KVFS_MUTEX_INITIALIZER    \
-    {                             \
-        PTHREAD_MUTEX_INITIALIZER \
-    }
+#define KVFS_MUTEX_INITIALIZER \
+    { PTHREAD_MUTEX_INITIALIZER }
 
 static inline int kvfs_mutex_init(struct kvfs_mutex *m) { return pthread_mutex_init(&m->raw, NULL); }
 static inline void kvfs_mutex_destroy(struct kvfs_mutex *m) { pthread_mutex_destroy(&m->raw); }
@@ -51,27 +49,23 @@ static inline void kvfs_mutex_destroy(struct kvfs_mutex *m) { pthread_mutex_dest
 /* UNCHECKED, these four: they are what the analysis builds on. */
 static inline void kvfs_lock(struct kvfs_mutex *m) ACQUIRE(*m) UNCHECKED { pthread_mutex_lock(&m->raw); }
 static inline void kvfs_unlock(struct kvfs_mutex *m) RELEASE(*m) UNCHECKED { pthread_mutex_unlock(&m->raw); }
-static inline void kvfs_wait(pthread_cond_t *condition, struct kvfs_mutex *m) REQUIRES(*m) UNCHECKED
-{
+static inline void kvfs_wait(pthread_cond_t *condition, struct kvfs_mutex *m) REQUIRES(*m) UNCHECKED {
     pthread_cond_wait(condition, &m->raw);
 }
 /* `condition` is from kvfs_cond_init. 0, or -ETIMEDOUT. */
 static inline int kvfs_wait_until(pthread_cond_t *condition, struct kvfs_mutex *m, const struct timespec *deadline)
-    REQUIRES(*m) UNCHECKED
-{
+    REQUIRES(*m) UNCHECKED {
     return -pthread_cond_timedwait(condition, &m->raw, deadline);
 }
 
-static inline int64_t kvfs_clock_ns(clockid_t clock)
-{
+static inline int64_t kvfs_clock_ns(clockid_t clock) {
     struct timespec now;
     clock_gettime(clock, &now);
     return (int64_t)now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
 /* For conditions whose waits end by the monotonic clock. */
-static inline void kvfs_cond_init(pthread_cond_t *condition)
-{
+static inline void kvfs_cond_init(pthread_cond_t *condition) {
     pthread_condattr_t monotonic;
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
@@ -79,8 +73,7 @@ static inline void kvfs_cond_init(pthread_cond_t *condition)
     pthread_condattr_destroy(&monotonic);
 }
 
-static inline struct timespec kvfs_deadline_after(int64_t timeout_ns)
-{
+static inline struct timespec kvfs_deadline_after(int64_t timeout_ns) {
     const int64_t at = kvfs_clock_ns(CLOCK_MONOTONIC) + timeout_ns;
     return (struct timespec){.tv_sec = at / 1000000000ll, .tv_nsec = at % 1000000000ll};
 }
@@ -89,13 +82,11 @@ static inline struct timespec kvfs_deadline_after(int64_t timeout_ns)
 #define KVFS_SMALL_STACK_BYTES ((size_t)256 << 10)
 
 /* A thread that takes no signals: those stay with the application's. `stack_bytes` 0: as usual. 0, or -errno. */
-static inline int kvfs_thread_start(pthread_t *thread, void *(*run)(void *), void *argument, size_t stack_bytes)
-{
+static inline int kvfs_thread_start(pthread_t *thread, void *(*run)(void *), void *argument, size_t stack_bytes) {
     sigset_t all, before;
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
-    if (stack_bytes)
-        pthread_attr_setstacksize(&attributes, stack_bytes);
+    if (stack_bytes) pthread_attr_setstacksize(&attributes, stack_bytes);
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before);
     int rc = pthread_create(thread, &attributes, run, argument);

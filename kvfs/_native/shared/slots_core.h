@@ -16,17 +16,14 @@ struct kvfs_slot_stat {
     uint64_t physical_bytes;
 };
 
-static inline void kvfs_slot_name(uint32_t slot, char name[KVFS_SLOT_NAME_BYTES])
-{
+static inline void kvfs_slot_name(uint32_t slot, char name[KVFS_SLOT_NAME_BYTES]) {
     static const char digits[] = "0123456789abcdef";
-    for (int i = 0; i < 8; i++)
-        name[i] = digits[(slot >> (28 - 4 * i)) & 15];
+    for (int i = 0; i < 8; i++) name[i] = digits[(slot >> (28 - 4 * i)) & 15];
     name[8] = 0;
 }
 
 /* A descriptor, which is a lease while it is open; or -errno. */
-static inline int kvfs_slot_open(int dirfd, uint32_t slot, int flags)
-{
+static inline int kvfs_slot_open(int dirfd, uint32_t slot, int flags) {
     char name[KVFS_SLOT_NAME_BYTES];
     kvfs_slot_name(slot, name);
     int fd = openat(dirfd, name, flags | O_CLOEXEC | O_NOFOLLOW | O_NOCTTY);
@@ -34,8 +31,7 @@ static inline int kvfs_slot_open(int dirfd, uint32_t slot, int flags)
 }
 
 /* Marks a slot as one whose pages somebody may have references to (slots_core.c). */
-static inline int kvfs_fd_mark_read(int fd)
-{
+static inline int kvfs_fd_mark_read(int fd) {
     const struct timespec now[2] = {{0, UTIME_NOW}, {0, UTIME_OMIT}};
     return futimens(fd, now) == 0 ? 0 : -errno;
 }

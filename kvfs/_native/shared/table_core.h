@@ -66,8 +66,7 @@ static inline uint64_t *kvfs_entry_words(const struct kvfs_index_entry *e) { ret
 static inline uint32_t kvfs_word0_seq(uint64_t w) { return (uint32_t)w; }
 static inline uint8_t kvfs_word0_state(uint64_t w) { return (uint8_t)(w >> 32); }
 
-static inline uint64_t kvfs_mix64(uint64_t x)
-{
+static inline uint64_t kvfs_mix64(uint64_t x) {
     x ^= x >> 33;
     x *= 0xff51afd7ed558ccdull;
     x ^= x >> 33;
@@ -76,20 +75,17 @@ static inline uint64_t kvfs_mix64(uint64_t x)
 }
 
 /* Seeded, since keys of named objects are consecutive numbers and clients choose what they store. */
-static inline uint32_t kvfs_home(const struct kvfs_table *t, uint64_t key0, uint64_t key1)
-{
+static inline uint32_t kvfs_home(const struct kvfs_table *t, uint64_t key0, uint64_t key1) {
     return (uint32_t)kvfs_mix64(kvfs_mix64(key0 ^ t->hash_seed) + key1) & t->entry_mask;
 }
 
-static inline void kvfs_key_words(const uint8_t *key, uint64_t *key0, uint64_t *key1)
-{
+static inline void kvfs_key_words(const uint8_t *key, uint64_t *key0, uint64_t *key1) {
     memcpy(key0, key, 8);
     memcpy(key1, key + 8, 8);
 }
 
 /* One step of waiting for the writer. `deadline_ns` starts at 0. */
-static inline int kvfs_reader_wait(uint32_t *spins, int64_t *deadline_ns)
-{
+static inline int kvfs_reader_wait(uint32_t *spins, int64_t *deadline_ns) {
     if (++*spins < 128) {
 #if defined(__x86_64__) || defined(__i386__)
         __builtin_ia32_pause();
@@ -109,15 +105,13 @@ static inline int kvfs_reader_wait(uint32_t *spins, int64_t *deadline_ns)
 
 /* A consistent copy of the entry at `entry`, if it holds this key: 1, 0, or -ETIMEDOUT. */
 static inline int kvfs_entry_read(const struct kvfs_index_entry *entry, uint64_t key0, uint64_t key1,
-                                  struct kvfs_entry_view *out)
-{
+                                  struct kvfs_entry_view *out) {
     const uint64_t *words = kvfs_entry_words(entry);
     uint32_t spins = 0;
     int64_t deadline_ns = 0;
     for (;;) {
         uint64_t w0 = KVFS_LOAD_ACQUIRE(&words[0]);
-        if (KVFS_LOAD(&words[1]) != key0 || KVFS_LOAD(&words[2]) != key1)
-            return 0;
+        if (KVFS_LOAD(&words[1]) != key0 || KVFS_LOAD(&words[2]) != key1) return 0;
         uint64_t place = KVFS_LOAD(&words[3]), access = KVFS_LOAD(&words[6]);
         out->size_bytes = KVFS_LOAD(&words[4]);
         out->location = KVFS_LOAD(&words[5]);
@@ -133,45 +127,38 @@ static inline int kvfs_entry_read(const struct kvfs_index_entry *entry, uint64_t
             return kvfs_word0_state(w0) == KVFS_ENTRY_LIVE;
         }
         int rc = kvfs_reader_wait(&spins, &deadline_ns);
-        if (rc < 0)
-            return rc;
+        if (rc < 0) return rc;
     }
 }
 
 /* The entry at a place, whatever its key: for walks over the whole table. 1, 0 if empty, -ETIMEDOUT. */
-static inline int kvfs_entry_at(const struct kvfs_table *t, uint32_t index, uint8_t *key, struct kvfs_entry_view *out)
-{
+static inline int kvfs_entry_at(const struct kvfs_table *t, uint32_t index, uint8_t *key, struct kvfs_entry_view *out) {
     const uint64_t *words = kvfs_entry_words(&t->entries[index]);
     for (;;) {
         uint64_t w0 = KVFS_LOAD_ACQUIRE(&words[0]), key0 = KVFS_LOAD(&words[1]), key1 = KVFS_LOAD(&words[2]);
-        if (kvfs_word0_state(w0) == KVFS_ENTRY_EMPTY)
-            return 0;
+        if (kvfs_word0_state(w0) == KVFS_ENTRY_EMPTY) return 0;
         int rc = kvfs_entry_read(&t->entries[index], key0, key1, out);
         memcpy(key, &key0, 8);
         memcpy(key + 8, &key1, 8);
-        if (rc != 0)
-            return rc;
+        if (rc != 0) return rc;
     }
 }
 
 /* Walks the key's run once. 1 found, 0 met an empty entry, -ETIMEDOUT. */
-static inline int kvfs_table_walk(const struct kvfs_table *t, uint64_t key0, uint64_t key1, struct kvfs_entry_view *out)
-{
+static inline int kvfs_table_walk(const struct kvfs_table *t, uint64_t key0, uint64_t key1,
+                                  struct kvfs_entry_view *out) {
     uint32_t at = kvfs_home(t, key0, key1);
     for (uint32_t n = 0; n <= t->entry_mask; n++, at = (at + 1) & t->entry_mask) {
         uint64_t w0 = KVFS_LOAD_ACQUIRE(kvfs_entry_words(&t->entries[at]));
-        if (kvfs_word0_state(w0) == KVFS_ENTRY_EMPTY)
-            return 0;
+        if (kvfs_word0_state(w0) == KVFS_ENTRY_EMPTY) return 0;
         int rc = kvfs_entry_read(&t->entries[at], key0, key1, out);
-        if (rc != 0)
-            return rc;
+        if (rc != 0) return rc;
     }
     return 0;
 }
 
 /* 1 and a consistent copy in `out`, 0 for a miss, -ETIMEDOUT when the writer stopped in mid-change. */
-static inline int kvfs_table_lookup(const struct kvfs_table *t, const uint8_t *key, struct kvfs_entry_view *out)
-{
+static inline int kvfs_table_lookup(const struct kvfs_table *t, const uint8_t *key, struct kvfs_entry_view *out) {
     uint64_t key0, key1;
     uint32_t spins = 0;
     int64_t deadline_ns = 0;
@@ -179,29 +166,24 @@ static inline int kvfs_table_lookup(const struct kvfs_table *t, const uint8_t *k
     for (;;) {
         uint32_t moves = KVFS_LOAD_ACQUIRE(&t->header->move_seq);
         int rc = kvfs_table_walk(t, key0, key1, out);
-        if (rc != 0)
-            return rc;
+        if (rc != 0) return rc;
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        if (!(moves & 1) && KVFS_LOAD(&t->header->move_seq) == moves)
-            return 0;
+        if (!(moves & 1) && KVFS_LOAD(&t->header->move_seq) == moves) return 0;
         rc = kvfs_reader_wait(&spins, &deadline_ns);
-        if (rc < 0)
-            return rc;
+        if (rc < 0) return rc;
     }
 }
 
 #define KVFS_MATCH_AHEAD 8
 
 /* The bits of an entry's tiers that can be read now. */
-static inline uint8_t kvfs_visible(const struct kvfs_table *t, const struct kvfs_entry_view *view)
-{
+static inline uint8_t kvfs_visible(const struct kvfs_table *t, const struct kvfs_entry_view *view) {
     return (uint8_t)(view->tiers & ~KVFS_LOAD(&t->header->hidden_tiers));
 }
 
 /* How many of `n` keys, from the first on, are visible entries of `kind`. -ETIMEDOUT only when not even the first could
  * be read. The next keys' home lines are fetched ahead. */
-static inline int64_t kvfs_table_match(const struct kvfs_table *t, const uint8_t *keys, uint64_t n, uint8_t kind)
-{
+static inline int64_t kvfs_table_match(const struct kvfs_table *t, const uint8_t *keys, uint64_t n, uint8_t kind) {
     struct kvfs_entry_view view;
     uint64_t key0, key1;
     for (uint64_t i = 0; i < n && i < KVFS_MATCH_AHEAD; i++) {
@@ -214,18 +196,15 @@ static inline int64_t kvfs_table_match(const struct kvfs_table *t, const uint8_t
             __builtin_prefetch(&t->entries[kvfs_home(t, key0, key1)]);
         }
         int rc = kvfs_table_lookup(t, keys + i * KVFS_KEY_BYTES, &view);
-        if (rc < 0 && i == 0)
-            return rc;
-        if (rc != 1 || view.kind != kind || kvfs_visible(t, &view) == 0)
-            return (int64_t)i;
+        if (rc < 0 && i == 0) return rc;
+        if (rc != 1 || view.kind != kind || kvfs_visible(t, &view) == 0) return (int64_t)i;
     }
     return (int64_t)n;
 }
 
 /* The slot's generation now. A reader that has opened a slot calls this after the open: the fence pairs with the
  * writer's, which moves the generation before it probes for holders. */
-static inline uint32_t kvfs_table_generation(const struct kvfs_table *t, uint32_t slot)
-{
+static inline uint32_t kvfs_table_generation(const struct kvfs_table *t, uint32_t slot) {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     return KVFS_LOAD_ACQUIRE(&t->slots[slot].generation);
 }
@@ -234,24 +213,21 @@ static inline uint32_t kvfs_table_generation(const struct kvfs_table *t, uint32_
 static inline int kvfs_table_alive(const struct kvfs_table *t) { return !KVFS_LOAD_ACQUIRE(&t->header->dead); }
 
 /* A consistent copy of a slot header; -ETIMEDOUT as above. The caller checks its checksum where it matters. */
-static inline int kvfs_slot_header_read(const struct kvfs_table *t, uint32_t slot, struct kvfs_slot_header *out)
-{
+static inline int kvfs_slot_header_read(const struct kvfs_table *t, uint32_t slot, struct kvfs_slot_header *out) {
     const uint64_t *from = (const uint64_t *)&t->slots[slot];
     uint64_t words[sizeof *out / 8];
     uint32_t spins = 0;
     int64_t deadline_ns = 0;
     for (;;) {
         words[0] = KVFS_LOAD_ACQUIRE(&from[0]);
-        for (size_t i = 1; i < sizeof *out / 8; i++)
-            words[i] = KVFS_LOAD(&from[i]);
+        for (size_t i = 1; i < sizeof *out / 8; i++) words[i] = KVFS_LOAD(&from[i]);
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
         if (!((uint32_t)words[0] & 1) && KVFS_LOAD(&from[0]) == words[0]) {
             memcpy(out, words, sizeof *out);
             return 0;
         }
         int rc = kvfs_reader_wait(&spins, &deadline_ns);
-        if (rc < 0)
-            return rc;
+        if (rc < 0) return rc;
     }
 }
 

@@ -31,20 +31,17 @@ static const struct {
     {801, "CUDA_ERROR_NOT_SUPPORTED"},
 };
 
-CUresult cuInit(unsigned int flags)
-{
+CUresult cuInit(unsigned int flags) {
     FAULT(cuInit);
     return flags ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
-CUresult cuDriverGetVersion(int *version)
-{
+CUresult cuDriverGetVersion(int *version) {
     *version = 13000;
     return CUDA_SUCCESS;
 }
 
-CUresult cuGetErrorName(CUresult error, const char **name)
-{
+CUresult cuGetErrorName(CUresult error, const char **name) {
     for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++)
         if (names[i].result == error) {
             *name = names[i].name;
@@ -53,60 +50,51 @@ CUresult cuGetErrorName(CUresult error, const char **name)
     return CUDA_ERROR_INVALID_VALUE;
 }
 
-CUresult cuDeviceGetCount(int *count)
-{
+CUresult cuDeviceGetCount(int *count) {
     FAULT(cuDeviceGetCount);
     *count = DEVICES;
     return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGet(CUdevice *device, int ordinal)
-{
+CUresult cuDeviceGet(CUdevice *device, int ordinal) {
     *device = ordinal;
     return ordinal >= 0 && ordinal < DEVICES ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 
-CUresult cuDeviceGetName(char *name, int bytes, CUdevice device)
-{
+CUresult cuDeviceGetName(char *name, int bytes, CUdevice device) {
     const char *given = getenv("KVFS_STANDIN_NAME");
     snprintf(name, bytes, "%s %d", given ? given : "stand-in", device);
     return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device)
-{
+CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
     memset(uuid, 0xab, sizeof(*uuid));
     uuid->bytes[15] = device;
     return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device)
-{
+CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device) {
     (void)device;
     *bytes = DEVICE_BYTES;
     return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
-{
+CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
     (void)device;
     *value = standin_attribute(attribute, attribute == 75 ? 9 : attribute == 41 || attribute >= 102);
     return CUDA_SUCCESS;
 }
 
-CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
-{
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
     FAULT_IN_CONTEXT(cuDevicePrimaryCtxRetain);
     __atomic_add_fetch(&retained[device], 1, __ATOMIC_SEQ_CST);
     *context = (CUcontext)(uintptr_t)(device + 1);
     return CUDA_SUCCESS;
 }
 
-CUresult cuDevicePrimaryCtxRelease(CUdevice device)
-{
+CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
     FAULT(cuDevicePrimaryCtxRelease);
-    if (__atomic_fetch_sub(&retained[device], 1, __ATOMIC_SEQ_CST) > 0)
-        return CUDA_SUCCESS;
+    if (__atomic_fetch_sub(&retained[device], 1, __ATOMIC_SEQ_CST) > 0) return CUDA_SUCCESS;
     __atomic_add_fetch(&retained[device], 1, __ATOMIC_SEQ_CST);
     return CUDA_ERROR_INVALID_CONTEXT;
 }
@@ -114,19 +102,15 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice device)
 __attribute__((visibility("default"))) int standin_retained(int device) { return retained[device]; }
 __attribute__((visibility("default"))) int standin_depth(void) { return depth; } /* of this thread's stack */
 
-CUresult cuCtxPushCurrent(CUcontext context)
-{
+CUresult cuCtxPushCurrent(CUcontext context) {
     FAULT(cuCtxPushCurrent);
-    if (!context || depth == DEPTH || retained[(uintptr_t)context - 1] <= 0)
-        return CUDA_ERROR_INVALID_CONTEXT;
+    if (!context || depth == DEPTH || retained[(uintptr_t)context - 1] <= 0) return CUDA_ERROR_INVALID_CONTEXT;
     stack[depth++] = context;
     return CUDA_SUCCESS;
 }
 
-CUresult cuCtxPopCurrent(CUcontext *context)
-{
-    if (!depth)
-        return CUDA_ERROR_INVALID_CONTEXT;
+CUresult cuCtxPopCurrent(CUcontext *context) {
+    if (!depth) return CUDA_ERROR_INVALID_CONTEXT;
     *context = stack[--depth];
     return CUDA_SUCCESS;
 }
@@ -138,8 +122,7 @@ KVFS_CUDA_OPTIONAL(X)
 
 /* Another version than the one this was written for is another function. */
 __attribute__((visibility("default"))) CUresult cuGetProcAddress_v2(const char *name, void **out, int version,
-                                                                    uint64_t flags, int *found)
-{
+                                                                    uint64_t flags, int *found) {
     static const struct {
         const char *name;
         int version;

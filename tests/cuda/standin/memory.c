@@ -29,8 +29,7 @@ static struct range {
 static size_t used[DEVICES];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-static int add_memory(int fd, int device, size_t bytes, size_t charged)
-{
+static int add_memory(int fd, int device, size_t bytes, size_t charged) {
     for (int i = 0; i < MOST; i++)
         if (!memories[i].references) {
             memories[i] = (struct memory){1, fd, device, bytes, charged};
@@ -40,8 +39,7 @@ static int add_memory(int fd, int device, size_t bytes, size_t charged)
     return -1;
 }
 
-static void drop_memory(int i)
-{
+static void drop_memory(int i) {
     struct memory *m = &memories[i];
     if (--m->references == 0) {
         used[m->device] -= m->charged;
@@ -49,16 +47,14 @@ static void drop_memory(int i)
     }
 }
 
-static struct range *find_range(CUdeviceptr address)
-{
+static struct range *find_range(CUdeviceptr address) {
     for (int i = 0; i < MOST; i++)
         if (ranges[i].address && address >= ranges[i].address && address < ranges[i].address + ranges[i].bytes)
             return &ranges[i];
     return NULL;
 }
 
-static struct range *add_range(struct range range)
-{
+static struct range *add_range(struct range range) {
     for (int i = 0; i < MOST; i++)
         if (!ranges[i].address) {
             ranges[i] = range;
@@ -68,8 +64,7 @@ static struct range *add_range(struct range range)
 }
 
 /* What is no range of ours is memory of the host, which any device may touch. */
-int standin_accessible(CUdeviceptr address, size_t bytes, int write)
-{
+int standin_accessible(CUdeviceptr address, size_t bytes, int write) {
     pthread_mutex_lock(&lock);
     struct range *r = find_range(address);
     int ok = !r || r->host ||
@@ -86,23 +81,18 @@ int standin_accessible(CUdeviceptr address, size_t bytes, int write)
     return rc;
 #define LOCKED_IN_CONTEXT(name, body) \
     CUresult lost = standin_sticky(); \
-    if (lost)                         \
-        return lost;                  \
+    if (lost) return lost;            \
     LOCKED(name, body)
 
-CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *prop, int option)
-{
+CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *prop, int option) {
     (void)prop, (void)option;
     *bytes = GRANULARITY;
     return CUDA_SUCCESS;
 }
 
-static CUresult create(int device, size_t bytes, int *out)
-{
-    if (!bytes || bytes % GRANULARITY || device < 0 || device >= DEVICES)
-        return CUDA_ERROR_INVALID_VALUE;
-    if (used[device] + bytes > DEVICE_BYTES)
-        return CUDA_ERROR_OUT_OF_MEMORY;
+static CUresult create(int device, size_t bytes, int *out) {
+    if (!bytes || bytes % GRANULARITY || device < 0 || device >= DEVICES) return CUDA_ERROR_INVALID_VALUE;
+    if (used[device] + bytes > DEVICE_BYTES) return CUDA_ERROR_OUT_OF_MEMORY;
     int fd = memfd_create("kvfs-standin", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, bytes) || (*out = add_memory(fd, device, bytes, bytes)) < 0) {
         close(fd);
@@ -112,8 +102,7 @@ static CUresult create(int device, size_t bytes, int *out)
 }
 
 CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *prop,
-                     unsigned long long flags)
-{
+                     unsigned long long flags) {
     LOCKED(cuMemCreate, {
         int i = -1;
         rc = flags || prop->type != CU_MEM_ALLOCATION_TYPE_PINNED ? CUDA_ERROR_INVALID_VALUE
@@ -122,8 +111,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const C
     })
 }
 
-static struct memory *held(CUmemGenericAllocationHandle handle)
-{
+static struct memory *held(CUmemGenericAllocationHandle handle) {
     return handle && handle <= MOST && memories[handle - 1].references ? &memories[handle - 1] : NULL;
 }
 
@@ -136,8 +124,7 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle){LOCKED(cuMemRelease,
                                                                   })}
 
 CUresult
-    cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, int type, unsigned long long flags)
-{
+    cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, int type, unsigned long long flags) {
     (void)flags;
     LOCKED(cuMemExportToShareableHandle, {
         struct memory *m = held(handle);
@@ -157,16 +144,14 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, vo
                int i = -1;
                if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || fd < 0 || fstat(fd, &seen) ||
                    !S_ISREG(seen.st_mode) || (i = add_memory(fd, 0, seen.st_size, 0)) < 0) {
-                   if (fd >= 0)
-                       close(fd);
+                   if (fd >= 0) close(fd);
                    rc = CUDA_ERROR_INVALID_VALUE;
                }
                *handle = i + 1;
            })}
 
 CUresult cuMemAddressReserve(CUdeviceptr *address, size_t bytes, size_t alignment, CUdeviceptr wanted,
-                             unsigned long long flags)
-{
+                             unsigned long long flags) {
     (void)alignment, (void)wanted, (void)flags;
     LOCKED(cuMemAddressReserve, {
         void *at = bytes && bytes % GRANULARITY == 0
@@ -178,8 +163,7 @@ CUresult cuMemAddressReserve(CUdeviceptr *address, size_t bytes, size_t alignmen
     })
 }
 
-static struct range *exact(CUdeviceptr address, size_t bytes)
-{
+static struct range *exact(CUdeviceptr address, size_t bytes) {
     struct range *r = find_range(address);
     return r && r->address == address && r->bytes == bytes && !r->host && !r->legacy ? r : NULL;
 }
@@ -238,8 +222,7 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc
                }
            })}
 
-CUresult cuMemGetInfo(size_t *available, size_t *total)
-{
+CUresult cuMemGetInfo(size_t *available, size_t *total) {
     LOCKED_IN_CONTEXT(cuMemGetInfo, {
         *total = DEVICE_BYTES;
         *available = DEVICE_BYTES - used[0];
@@ -247,8 +230,7 @@ CUresult cuMemGetInfo(size_t *available, size_t *total)
 }
 
 /* --- legacy memory: a handle is the process and descriptor that /proc opens ----------------------------------------- */
-static CUresult map_legacy(int fd, int device, size_t bytes, size_t charged, int opened, CUdeviceptr *address)
-{
+static CUresult map_legacy(int fd, int device, size_t bytes, size_t charged, int opened, CUdeviceptr *address) {
     int i = add_memory(fd, device, bytes, charged);
     void *at = i < 0 ? MAP_FAILED : mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (at == MAP_FAILED || !add_range((struct range){(CUdeviceptr)at, bytes, i, 3, 1 + opened, 0}))
@@ -257,19 +239,16 @@ static CUresult map_legacy(int fd, int device, size_t bytes, size_t charged, int
     return CUDA_SUCCESS;
 }
 
-CUresult cuMemAlloc(CUdeviceptr *address, size_t bytes)
-{
+CUresult cuMemAlloc(CUdeviceptr *address, size_t bytes) {
     LOCKED_IN_CONTEXT(cuMemAlloc, {
         int fd = bytes && used[0] + bytes <= DEVICE_BYTES ? memfd_create("kvfs-standin", MFD_CLOEXEC) : -1;
         rc = fd < 0 || ftruncate(fd, bytes) ? CUDA_ERROR_OUT_OF_MEMORY : map_legacy(fd, 0, bytes, bytes, 0, address);
     })
 }
 
-static CUresult free_legacy(CUdeviceptr address, int opened)
-{
+static CUresult free_legacy(CUdeviceptr address, int opened) {
     struct range *r = find_range(address);
-    if (!r || r->legacy != 1 + opened || r->address != address)
-        return CUDA_ERROR_INVALID_VALUE;
+    if (!r || r->legacy != 1 + opened || r->address != address) return CUDA_ERROR_INVALID_VALUE;
     munmap((void *)address, r->bytes);
     drop_memory(r->memory);
     r->address = 0;
@@ -302,8 +281,7 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address){
                               rc = CUDA_ERROR_INVALID_VALUE;
                       })}
 
-CUresult cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle handle, unsigned int flags)
-{
+CUresult cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle handle, unsigned int flags) {
     (void)flags;
     LOCKED_IN_CONTEXT(cuIpcOpenMemHandle, {
         struct stat seen;
@@ -316,8 +294,7 @@ CUresult cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle handle, unsigne
 CUresult cuIpcCloseMemHandle(CUdeviceptr address){
     LOCKED_IN_CONTEXT(cuIpcCloseMemHandle, { rc = free_legacy(address, 1); })}
 
-CUresult cuMemHostRegister(void *address, size_t bytes, unsigned int flags)
-{
+CUresult cuMemHostRegister(void *address, size_t bytes, unsigned int flags) {
     (void)flags;
     LOCKED_IN_CONTEXT(cuMemHostRegister, {
         if (!bytes)
@@ -338,13 +315,11 @@ CUresult cuMemHostUnregister(void *address){LOCKED_IN_CONTEXT(cuMemHostUnregiste
                                                                       rc = CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
                                                               })}
 
-CUresult cuMemHostGetDevicePointer(CUdeviceptr *out, void *host, unsigned int flags)
-{
+CUresult cuMemHostGetDevicePointer(CUdeviceptr *out, void *host, unsigned int flags) {
     (void)flags;
     LOCKED_IN_CONTEXT(cuMemHostGetDevicePointer, {
         struct range *r = find_range((CUdeviceptr)host);
         *out = (CUdeviceptr)host;
-        if (!r || !r->host)
-            rc = CUDA_ERROR_INVALID_VALUE;
+        if (!r || !r->host) rc = CUDA_ERROR_INVALID_VALUE;
     })
 }

@@ -38,16 +38,13 @@ const struct twin *standin_twin(const char *name);
 #define FAULT(name)                          \
     do {                                     \
         CUresult rc_ = standin_fault(#name); \
-        if (rc_)                             \
-            return rc_;                      \
+        if (rc_) return rc_;                 \
     } while (0)
 #define FAULT_IN_CONTEXT(name)               \
     do {                                     \
         CUresult rc_ = standin_fault(#name); \
-        if (!rc_)                            \
-            rc_ = standin_sticky();          \
-        if (rc_)                             \
-            return rc_;                      \
+        if (!rc_) rc_ = standin_sticky();    \
+        if (rc_) return rc_;                 \
     } while (0)
 
 #endif

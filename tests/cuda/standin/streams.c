@@ -47,8 +47,7 @@ static int held, runs;  /* `runs`: operations that are being run */
 static CUresult broken; /* as standin_break was told, for those that wait */
 static int spins;       /* waits of the host for an event that was not reached, and does not let it sleep */
 
-static void fail(CUresult result)
-{
+static void fail(CUresult result) {
     standin_break(result);
     pthread_mutex_lock(&lock);
     broken = result;
@@ -56,8 +55,7 @@ static void fail(CUresult result)
     pthread_mutex_unlock(&lock);
 }
 
-__attribute__((visibility("default"))) void standin_hold(int on)
-{
+__attribute__((visibility("default"))) void standin_hold(int on) {
     pthread_mutex_lock(&lock);
     held = on;
     broken = 0;
@@ -65,26 +63,21 @@ __attribute__((visibility("default"))) void standin_hold(int on)
     pthread_mutex_unlock(&lock);
 }
 
-__attribute__((visibility("default"))) int standin_spins(void)
-{
+__attribute__((visibility("default"))) int standin_spins(void) {
     pthread_mutex_lock(&lock);
     int count = spins;
     pthread_mutex_unlock(&lock);
     return count;
 }
 
-void standin_await_runs(void)
-{
+void standin_await_runs(void) {
     pthread_mutex_lock(&lock);
-    while (runs)
-        pthread_cond_wait(&moved, &lock);
+    while (runs) pthread_cond_wait(&moved, &lock);
     pthread_mutex_unlock(&lock);
 }
 
-static void run(const struct operation *o)
-{
-    if (standin_sticky() || o->life != standin_life())
-        return;
+static void run(const struct operation *o) {
+    if (standin_sticky() || o->life != standin_life()) return;
     if (o->kind == KERNEL)
         o->twin->run(o->grid, o->parameters);
     else if (o->kind != COPY)
@@ -95,29 +88,23 @@ static void run(const struct operation *o)
         memmove((void *)o->to, (void *)o->from, o->bytes);
 }
 
-static void *work(void *argument)
-{
+static void *work(void *argument) {
     CUstream s = argument;
     pthread_mutex_lock(&lock);
     for (;;) {
-        while (held || (!s->first && !s->ended))
-            pthread_cond_wait(&moved, &lock);
+        while (held || (!s->first && !s->ended)) pthread_cond_wait(&moved, &lock);
         struct operation *o = s->first;
-        if (!o)
-            break;
-        while (o->kind == WAIT && o->event->reached < o->point && !broken)
-            pthread_cond_wait(&moved, &lock);
+        if (!o) break;
+        while (o->kind == WAIT && o->event->reached < o->point && !broken) pthread_cond_wait(&moved, &lock);
         s->running = 1;
         runs++;
-        if (!(s->first = o->next))
-            s->last = &s->first;
+        if (!(s->first = o->next)) s->last = &s->first;
         pthread_mutex_unlock(&lock);
         run(o);
         pthread_mutex_lock(&lock);
         s->running = 0;
         runs--;
-        if (o->kind == RECORD && o->point > o->event->reached)
-            o->event->reached = o->point;
+        if (o->kind == RECORD && o->point > o->event->reached) o->event->reached = o->point;
         free(o);
         pthread_cond_broadcast(&moved);
     }
@@ -126,8 +113,7 @@ static void *work(void *argument)
     return NULL;
 }
 
-static CUresult start(CUstream s, struct operation operation)
-{
+static CUresult start(CUstream s, struct operation operation) {
     struct operation *o = malloc(sizeof(*o));
     *o = operation;
     o->next = NULL;
@@ -144,22 +130,19 @@ static CUresult start(CUstream s, struct operation operation)
     return CUDA_SUCCESS;
 }
 
-CUresult cuStreamCreate(CUstream *out, unsigned int flags)
-{
+CUresult cuStreamCreate(CUstream *out, unsigned int flags) {
     pthread_t thread;
     (void)flags;
     FAULT_IN_CONTEXT(cuStreamCreate);
     CUstream s = calloc(1, sizeof(*s));
     s->last = &s->first;
-    if (pthread_create(&thread, NULL, work, s))
-        return CUDA_ERROR_OUT_OF_MEMORY;
+    if (pthread_create(&thread, NULL, work, s)) return CUDA_ERROR_OUT_OF_MEMORY;
     pthread_detach(thread);
     *out = s;
     return CUDA_SUCCESS;
 }
 
-CUresult cuStreamDestroy(CUstream s)
-{
+CUresult cuStreamDestroy(CUstream s) {
     FAULT_IN_CONTEXT(cuStreamDestroy);
     pthread_mutex_lock(&lock);
     s->ended = 1;
@@ -168,8 +151,7 @@ CUresult cuStreamDestroy(CUstream s)
     return CUDA_SUCCESS;
 }
 
-CUresult cuStreamQuery(CUstream s)
-{
+CUresult cuStreamQuery(CUstream s) {
     FAULT_IN_CONTEXT(cuStreamQuery);
     pthread_mutex_lock(&lock);
     int idle = !s->first && !s->running;
@@ -177,25 +159,21 @@ CUresult cuStreamQuery(CUstream s)
     return idle ? standin_sticky() : CUDA_ERROR_NOT_READY;
 }
 
-CUresult cuStreamSynchronize(CUstream s)
-{
+CUresult cuStreamSynchronize(CUstream s) {
     FAULT_IN_CONTEXT(cuStreamSynchronize);
     pthread_mutex_lock(&lock);
-    while (s->first || s->running)
-        pthread_cond_wait(&moved, &lock);
+    while (s->first || s->running) pthread_cond_wait(&moved, &lock);
     pthread_mutex_unlock(&lock);
     return standin_sticky();
 }
 
-CUresult cuStreamWaitEvent(CUstream s, CUevent event, unsigned int flags)
-{
+CUresult cuStreamWaitEvent(CUstream s, CUevent event, unsigned int flags) {
     (void)flags;
     FAULT_IN_CONTEXT(cuStreamWaitEvent);
     return start(s, (struct operation){.kind = WAIT, .event = event});
 }
 
-CUresult cuEventCreate(CUevent *out, unsigned int flags)
-{
+CUresult cuEventCreate(CUevent *out, unsigned int flags) {
     FAULT_IN_CONTEXT(cuEventCreate);
     *out = calloc(1, sizeof(**out));
     (*out)->flags = flags;
@@ -203,21 +181,18 @@ CUresult cuEventCreate(CUevent *out, unsigned int flags)
 }
 
 /* Its memory stays: an operation may still name it. */
-CUresult cuEventDestroy(CUevent event)
-{
+CUresult cuEventDestroy(CUevent event) {
     (void)event;
     FAULT_IN_CONTEXT(cuEventDestroy);
     return CUDA_SUCCESS;
 }
 
-CUresult cuEventRecord(CUevent event, CUstream s)
-{
+CUresult cuEventRecord(CUevent event, CUstream s) {
     FAULT_IN_CONTEXT(cuEventRecord);
     return start(s, (struct operation){.kind = RECORD, .event = event});
 }
 
-CUresult cuEventQuery(CUevent event)
-{
+CUresult cuEventQuery(CUevent event) {
     FAULT_IN_CONTEXT(cuEventQuery);
     pthread_mutex_lock(&lock);
     int reached = event->reached >= event->recorded;
@@ -225,19 +200,16 @@ CUresult cuEventQuery(CUevent event)
     return reached ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
-CUresult cuEventSynchronize(CUevent event)
-{
+CUresult cuEventSynchronize(CUevent event) {
     FAULT_IN_CONTEXT(cuEventSynchronize);
     pthread_mutex_lock(&lock);
     spins += event->reached < event->recorded && !(event->flags & CU_EVENT_BLOCKING_SYNC);
-    for (uint64_t point = event->recorded; event->reached < point && !broken;)
-        pthread_cond_wait(&moved, &lock);
+    for (uint64_t point = event->recorded; event->reached < point && !broken;) pthread_cond_wait(&moved, &lock);
     pthread_mutex_unlock(&lock);
     return standin_sticky();
 }
 
-CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream s)
-{
+CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream s) {
     FAULT_IN_CONTEXT(cuMemcpyAsync);
     return start(s, (struct operation){.kind = COPY, .to = to, .from = from, .bytes = bytes});
 }
@@ -245,8 +217,7 @@ CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream 
 /* A batch has no order: the stand-in goes backwards. */
 CUresult cuMemcpyBatchAsync(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes, size_t count,
                             CUmemcpyAttributes *attributes, size_t *attribute_begins, size_t attribute_count,
-                            size_t *failed, CUstream s)
-{
+                            size_t *failed, CUstream s) {
     FAULT_IN_CONTEXT(cuMemcpyBatchAsync);
     *failed = (size_t)-1;
     if (!count || !s || attribute_count != 1 || attribute_begins[0] != 0 || !attributes->srcAccessOrder)
@@ -263,28 +234,23 @@ CUresult cuMemcpyBatchAsync(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes, s
 }
 
 /* An image of the stand-in is any text that names twins. */
-CUresult cuModuleLoadData(CUmodule *out, const void *image)
-{
+CUresult cuModuleLoadData(CUmodule *out, const void *image) {
     FAULT_IN_CONTEXT(cuModuleLoadData);
-    if (!strstr(image, ".entry"))
-        return CUDA_ERROR_INVALID_IMAGE;
+    if (!strstr(image, ".entry")) return CUDA_ERROR_INVALID_IMAGE;
     *out = calloc(1, sizeof(**out));
     return CUDA_SUCCESS;
 }
 
-CUresult cuModuleUnload(CUmodule module)
-{
+CUresult cuModuleUnload(CUmodule module) {
     FAULT_IN_CONTEXT(cuModuleUnload);
     free(module);
     return CUDA_SUCCESS;
 }
 
-CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name)
-{
+CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name) {
     FAULT_IN_CONTEXT(cuModuleGetFunction);
     const struct twin *twin = standin_twin(name);
-    if (!twin || module->count == 4)
-        return CUDA_ERROR_NOT_FOUND;
+    if (!twin || module->count == 4) return CUDA_ERROR_NOT_FOUND;
     *out = &module->functions[module->count++];
     (*out)->twin = twin;
     return CUDA_SUCCESS;
@@ -292,14 +258,12 @@ CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name)
 
 CUresult cuLaunchKernel(CUfunction f, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
                         unsigned int block_x, unsigned int block_y, unsigned int block_z, unsigned int shared_bytes,
-                        CUstream s, void **parameters, void **extra)
-{
+                        CUstream s, void **parameters, void **extra) {
     (void)shared_bytes, (void)extra;
     FAULT_IN_CONTEXT(cuLaunchKernel);
     struct operation o = {.kind = KERNEL, .twin = f->twin, .grid = grid_x};
     if (!grid_x || grid_y != 1 || grid_z != 1 || !block_x || block_x > 1024 || block_y != 1 || block_z != 1)
         return CUDA_ERROR_INVALID_VALUE;
-    for (unsigned int i = 0; i < f->twin->parameters; i++)
-        o.parameters[i] = *(uint64_t *)parameters[i];
+    for (unsigned int i = 0; i < f->twin->parameters; i++) o.parameters[i] = *(uint64_t *)parameters[i];
     return start(s, o);
 }

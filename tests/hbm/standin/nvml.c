@@ -22,28 +22,23 @@ static const char *const uuids[DEVICES] = {"GPU-abababab-abab-abab-abab-abababab
                                            "GPU-abababab-abab-abab-abab-ababababab01"};
 static int initialised;
 
-static FILE *state(void)
-{
+static FILE *state(void) {
     const char *path = getenv("KVFS_STANDIN_NVML");
     return path ? fopen(path, "re") : NULL;
 }
 
-static int result_of(const char *function)
-{
+static int result_of(const char *function) {
     char name[128];
     int number, result = SUCCESS;
     char line[256];
     FILE *file = state();
     while (file && fgets(line, sizeof(line), file))
-        if (sscanf(line, "result %127s %d", name, &number) == 2 && strcmp(name, function) == 0)
-            result = number;
-    if (file)
-        fclose(file);
+        if (sscanf(line, "result %127s %d", name, &number) == 2 && strcmp(name, function) == 0) result = number;
+    if (file) fclose(file);
     return result;
 }
 
-static void await_writer(void)
-{
+static void await_writer(void) {
     char line[4096], path[4000];
     FILE *file = state();
     while (file && fgets(line, sizeof(line), file))
@@ -54,12 +49,10 @@ static void await_writer(void)
                 ;
             close(fd);
         }
-    if (file)
-        fclose(file);
+    if (file) fclose(file);
 }
 
-EXPORT const char *nvmlErrorString(int result)
-{
+EXPORT const char *nvmlErrorString(int result) {
     switch (result) {
     case UNINITIALIZED:
         return "Uninitialized";
@@ -78,28 +71,23 @@ EXPORT const char *nvmlErrorString(int result)
     }
 }
 
-EXPORT int nvmlInit_v2(void)
-{
+EXPORT int nvmlInit_v2(void) {
     int result = result_of("nvmlInit_v2");
     initialised += result == SUCCESS;
     return result;
 }
 
-EXPORT int nvmlShutdown(void)
-{
-    if (!initialised)
-        return UNINITIALIZED;
+EXPORT int nvmlShutdown(void) {
+    if (!initialised) return UNINITIALIZED;
     initialised--;
     return result_of("nvmlShutdown");
 }
 
 EXPORT int standin_initialised(void) { return initialised; }
 
-EXPORT int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle)
-{
+EXPORT int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
     int result = initialised ? result_of("nvmlDeviceGetHandleByUUID") : UNINITIALIZED;
-    if (result)
-        return result;
+    if (result) return result;
     for (int i = 0; i < DEVICES; i++)
         if (strcmp(uuids[i], uuid) == 0) {
             *handle = (void *)uuids[i];
@@ -108,34 +96,29 @@ EXPORT int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle)
     return NOT_FOUND;
 }
 
-static int list(const char *function, const char *kind, const char *device, unsigned int *count, struct process *table)
-{
+static int list(const char *function, const char *kind, const char *device, unsigned int *count,
+                struct process *table) {
     unsigned int room = *count, pid;
     char line[256], format[64], uuid[128];
     int result = initialised ? result_of(function) : UNINITIALIZED;
-    if (result)
-        return result;
+    if (result) return result;
     await_writer();
     FILE *file = state();
     *count = 0;
     snprintf(format, sizeof(format), "%s %%127s %%u", kind);
     while (file && fgets(line, sizeof(line), file))
         if (sscanf(line, format, uuid, &pid) == 2 && strcmp(uuid, device) == 0) {
-            if (*count < room)
-                table[*count] = (struct process){.pid = pid, .used_bytes = 1 << 20};
+            if (*count < room) table[*count] = (struct process){.pid = pid, .used_bytes = 1 << 20};
             ++*count;
         }
-    if (file)
-        fclose(file);
+    if (file) fclose(file);
     return *count > room ? INSUFFICIENT_SIZE : SUCCESS;
 }
 
-EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned int *count, struct process *table)
-{
+EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned int *count, struct process *table) {
     return list(__func__, "process", handle, count, table);
 }
 
-EXPORT int nvmlDeviceGetMPSComputeRunningProcesses_v3(void *handle, unsigned int *count, struct process *table)
-{
+EXPORT int nvmlDeviceGetMPSComputeRunningProcesses_v3(void *handle, unsigned int *count, struct process *table) {
     return list(__func__, "shared", handle, count, table);
 }

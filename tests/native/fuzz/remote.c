@@ -12,14 +12,11 @@
 #define ROOM_BYTES 512u
 #define BLOCKS 3u
 
-static void check(int holds)
-{
-    if (!holds)
-        abort();
+static void check(int holds) {
+    if (!holds) abort();
 }
 
-static void check_requests(const uint8_t *data, size_t size)
-{
+static void check_requests(const uint8_t *data, size_t size) {
     struct kvfs_remote_request request;
     for (; size >= sizeof request; data += 8, size -= 8) {
         memcpy(&request, data, sizeof request);
@@ -28,8 +25,7 @@ static void check_requests(const uint8_t *data, size_t size)
     }
 }
 
-static void run(const uint8_t *data, size_t size, uint16_t kind)
-{
+static void run(const uint8_t *data, size_t size, uint16_t kind) {
     static struct kvfs_remote_stream stream;
     int ends[2];
     memset(&stream, 0, sizeof stream);
@@ -46,8 +42,7 @@ static void run(const uint8_t *data, size_t size, uint16_t kind)
             .want = {.room_bytes = ROOM_BYTES}, .fd = dup(drafts[i]), .status = KVFS_REMOTE_NOT_ANSWERED};
     }
     kvfs_stream_begin(&stream);
-    while (!kvfs_stream_take(&stream))
-        usleep(10);
+    while (!kvfs_stream_take(&stream)) usleep(10);
     check(stream.matched <= BLOCKS);
     for (uint32_t i = 0; kind == KVFS_REMOTE_READ && i < BLOCKS; i++) {
         const struct kvfs_remote_read *read = &stream.reads[i];
@@ -59,8 +54,7 @@ static void run(const uint8_t *data, size_t size, uint16_t kind)
     close(ends[1]);
 }
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
-{
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     check_requests(data, size);
     run(data, size, KVFS_REMOTE_READ);
     run(data, size, KVFS_REMOTE_MATCH);

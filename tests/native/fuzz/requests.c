@@ -28,14 +28,11 @@ static struct {
     char folder[256];
 } stand;
 
-static void check(int holds)
-{
-    if (!holds)
-        abort();
+static void check(int holds) {
+    if (!holds) abort();
 }
 
-static void make_nodes(void)
-{
+static void make_nodes(void) {
     const struct fw_attr directory = {.ino = ROOT, .mode = S_IFDIR | 0755, .nlink = 1};
     const struct fw_attr file = {.ino = 2, .size = 5, .mode = S_IFREG | 0644, .nlink = 1};
     check(fl_node_set(stand.loop, ROOT, FL_OTHER, 0, 0, &directory) == 0);
@@ -47,8 +44,7 @@ static void make_nodes(void)
 }
 
 /* libFuzzer ends without it: packaging/fuzz removes the folder around. */
-static void remove_slots(void)
-{
+static void remove_slots(void) {
     for (uint32_t slot = 0; slot < SLOTS; slot++) {
         char name[KVFS_SLOT_NAME_BYTES];
         kvfs_slot_name(slot, name);
@@ -58,8 +54,7 @@ static void remove_slots(void)
 }
 
 /* A loop anew for every LOOP_INPUTS, since its queues take some milliseconds to make. */
-static void begin(void)
-{
+static void begin(void) {
     int ends[2];
     char name[KVFS_SLOT_NAME_BYTES];
     if (stand.slots == 0) {
@@ -95,15 +90,13 @@ static void begin(void)
     fl_listing_open(stand.loop, 5, 0);
 }
 
-static void drain(int fd)
-{
+static void drain(int fd) {
     char bytes[1 << 16];
     while (recv(fd, bytes, sizeof bytes, MSG_DONTWAIT) > 0)
         ;
 }
 
-static void handle(const uint8_t *request, size_t bytes)
-{
+static void handle(const uint8_t *request, size_t bytes) {
     char at[sizeof(struct fw_in_header)];
     struct fl_server server = {.loop = stand.loop,
                                .request = malloc(stand.loop->request_size + FL_REQUEST_END),
@@ -111,16 +104,14 @@ static void handle(const uint8_t *request, size_t bytes)
     check(send(stand.kernel, request, bytes, 0) == (ssize_t)bytes);
     ssize_t size = read_request(stand.loop, &server);
     check(size == (ssize_t)bytes);
-    if (size >= (ssize_t)sizeof at)
-        pass_on(&server, (struct fw_in_header *)server.request, (size_t)size);
+    if (size >= (ssize_t)sizeof at) pass_on(&server, (struct fw_in_header *)server.request, (size_t)size);
     free(server.request);
     free(server.reply);
     drain(stand.kernel);
     drain(fl_library_fd(stand.loop));
 }
 
-static void take_calls(void)
-{
+static void take_calls(void) {
     struct fl_call calls[8];
     for (uint32_t n = 8; n == 8;) {
         n = fl_take_calls(stand.loop, calls, 8);
@@ -129,15 +120,13 @@ static void take_calls(void)
     }
 }
 
-static void end(void)
-{
+static void end(void) {
     fl_destroy(stand.loop);
     close(stand.kernel);
     close(stand.device);
 }
 
-static void reset_nodes(void)
-{
+static void reset_nodes(void) {
     for (uint64_t nodeid = ROOT; nodeid <= 4; nodeid++) {
         while (fl_release(stand.loop, nodeid) > 0)
             ;
@@ -152,15 +141,12 @@ static void reset_nodes(void)
     }
 }
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
-{
-    if (size < 2)
-        return 0;
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    if (size < 2) return 0;
     const int is_right = *data++ & 1;
     size--;
     if (stand.inputs++ % LOOP_INPUTS == 0) {
-        if (stand.loop != NULL)
-            end();
+        if (stand.loop != NULL) end();
         begin();
     }
     reset_nodes();

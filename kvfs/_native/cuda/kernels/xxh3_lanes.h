@@ -44,57 +44,47 @@ CONSTANT uint8_t xxh3_secret[192] = {
     0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 
-DEVICE uint64_t xxh3_read(const uint8_t *p)
-{
+DEVICE uint64_t xxh3_read(const uint8_t *p) {
     uint64_t value = 0;
-    if (((uint64_t)p & 7) == 0)
-        return *(const xxh3_word *)p;
-    for (int i = 7; i >= 0; i--)
-        value = value << 8 | p[i];
+    if (((uint64_t)p & 7) == 0) return *(const xxh3_word *)p;
+    for (int i = 7; i >= 0; i--) value = value << 8 | p[i];
     return value;
 }
 
 /* What one stripe adds to `lane`; `secret` is the stripe's. */
-DEVICE uint64_t xxh3_stripe(const uint8_t *stripe, const uint8_t *secret, int lane)
-{
+DEVICE uint64_t xxh3_stripe(const uint8_t *stripe, const uint8_t *secret, int lane) {
     uint64_t key = xxh3_read(stripe + 8 * lane) ^ xxh3_read(secret + 8 * lane);
     return xxh3_read(stripe + 8 * (lane ^ 1)) + (key & 0xFFFFFFFFu) * (key >> 32);
 }
 
 /* What `stripes` whole stripes of a block add to `lane`. */
-DEVICE uint64_t xxh3_sum(const uint8_t *block, int stripes, int lane)
-{
+DEVICE uint64_t xxh3_sum(const uint8_t *block, int stripes, int lane) {
     uint64_t sum = 0;
-    for (int i = 0; i < stripes; i++)
-        sum += xxh3_stripe(block + 64 * i, xxh3_secret + 8 * i, lane);
+    for (int i = 0; i < stripes; i++) sum += xxh3_stripe(block + 64 * i, xxh3_secret + 8 * i, lane);
     return sum;
 }
 
 /* The lane after a whole block. */
-DEVICE uint64_t xxh3_chain(uint64_t lane_value, uint64_t sum, int lane)
-{
+DEVICE uint64_t xxh3_chain(uint64_t lane_value, uint64_t sum, int lane) {
     uint64_t value = lane_value + sum;
     return (value ^ value >> 47 ^ xxh3_read(xxh3_secret + 128 + 8 * lane)) * PRIME32_1;
 }
 
 /* The lane after what follows the whole blocks: the stripes left, and the last 64 bytes. */
-DEVICE uint64_t xxh3_tail(uint64_t lane_value, const uint8_t *data, uint64_t bytes, int lane)
-{
+DEVICE uint64_t xxh3_tail(uint64_t lane_value, const uint8_t *data, uint64_t bytes, int lane) {
     uint64_t whole = (bytes - 1) / BLOCK_BYTES * BLOCK_BYTES;
     lane_value += xxh3_sum(data + whole, (int)((bytes - 1 - whole) / 64), lane);
     return lane_value + xxh3_stripe(data + bytes - 64, xxh3_secret + 121, lane);
 }
 
-DEVICE uint64_t xxh3_fold(uint64_t a, uint64_t b)
-{
+DEVICE uint64_t xxh3_fold(uint64_t a, uint64_t b) {
     uint64_t low = (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu), left = (a >> 32) * (b & 0xFFFFFFFFu);
     uint64_t right = (a & 0xFFFFFFFFu) * (b >> 32), high = (a >> 32) * (b >> 32);
     uint64_t cross = (low >> 32) + (left & 0xFFFFFFFFu) + right;
     return ((left >> 32) + (cross >> 32) + high) ^ (cross << 32 | (low & 0xFFFFFFFFu));
 }
 
-DEVICE uint64_t xxh3_merge(const uint64_t *lanes, uint64_t bytes)
-{
+DEVICE uint64_t xxh3_merge(const uint64_t *lanes, uint64_t bytes) {
     uint64_t hash = bytes * PRIME64_1;
     for (int i = 0; i < LANES; i += 2)
         hash += xxh3_fold(lanes[i] ^ xxh3_read(xxh3_secret + 11 + 8 * i),
