@@ -362,6 +362,27 @@ def test_what_each_group_needs_of_a_prompt_is_fetched_from_the_machine_that_has_
     assert made.counts == {**made.counts, "fetches": 1, "fetched_blocks": 6, "failed_fetches": 0}
 
 
+@pytest.mark.parametrize("groups", [GROUPS, MIXED, LARGER_FULL], ids=["one size", "sizes", "larger full"])
+def test_a_hand_over_names_the_last_block_before_which_each_group_has_what_it_needs(
+    groups: list[Group],
+) -> None:
+    there, here, tokens = FakeLink(), FakeLink(), tokens_of(6 * BLOCK + 2)
+    prefill, decode = hybrid(there, groups), hybrid(here, groups)
+    request = FakeRequest("r", tokens, {"do_remote_decode": True})
+    prefill.match(request, 0)
+    compute(prefill, there, request, [])
+    said = prefill.finished(request)
+    assert said is not None
+    assert said["kvfs"]["last_block"] == group_keys(tokens, groups)[0, 0, 0][6 * groups[0].stride - 1].hex()
+    again = FakeRequest("again", tokens, said)
+    assert decode.match(again, 0) == (None, False), "it waits for what is being stored"
+    assert here.store is not None
+    assert there.store is not None
+    here.store.keys = there.store.keys
+    assert decode.match(again, 0) == (6 * BLOCK, True)
+    assert decode.counts == {**decode.counts, "handovers": 1, "late_handovers": 0}
+
+
 def test_one_group_of_full_attention_has_the_keys_of_the_plain_planner() -> None:
     tokens, plans = tokens_of(5 * BLOCK + 3), []
     for is_hybrid in (False, True):
