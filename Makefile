@@ -180,7 +180,8 @@ ASAN_TESTS += tests/scheduler/conductor/test_planners.py::test_native_decisions_
 ASAN_TESTS += tests/recovery/test_dram_recovery.py::test_any_first_part_of_what_is_dear_can_be_used
 # Native threads beside the event loop's. No test that forks a process which has threads: ThreadSanitizer follows none there.
 TSAN_TESTS := $(wildcard tests/native/test_fuse_*.py) tests/native/test_checksummer.py tests/native/test_sealer.py \
-    tests/native/test_uring.py tests/remote/test_rogues.py tests/remote/test_transfer.py
+    tests/native/test_tls_sessions.py tests/native/test_uring.py tests/remote/test_rogues.py \
+    tests/remote/test_transfer.py
 test-asan: $(STAMPS)/dev | $(STAMPS)/system-test
 	packaging/sanitized asan $(CURDIR)/$(BIN)/python -q -n $(TEST_WORKERS) $(ASAN_TESTS) $(ARGS)
 
