@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 
 from kvfs._native.shared.table import Table
 from kvfs.errors import DeadlinePassed
+from tests.support import hammers
 from tests.support.processes import Helper
 from tests.support.processor_waits import within
 
@@ -135,15 +134,10 @@ reader is about as slow as one change, the other as several."""
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the C programs of tests/native, which need nothing of Python."""
-    here, built = Path(__file__).parents[1], tmp_path_factory.mktemp("native")
-    native = here.parent / "kvfs" / "_native"
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
+    built = tmp_path_factory.mktemp("native")
     for name, linger in PROGRAMS.items():
-        flags = ["-O2", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{native}", *linger]
-        sources = [here / "native" / f"{name.removeprefix('slow_')}.c", native / "shared" / "table_core.c"]
-        subprocess.run([compiler, *flags, *sources, "-o", built / name], check=True)
+        program = f"{name.removeprefix('slow_')}.c"
+        hammers.build(built, program, ["shared/table_core.c"], *linger, name=name)
     return built
 
 

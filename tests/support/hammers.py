@@ -15,16 +15,16 @@ _ROOT = Path(__file__).parents[2]
 _NATIVE = _ROOT / "kvfs" / "_native"
 
 
-def build(folder: Path, program: str, sources: list[str], *flags: str) -> Path:
+def build(folder: Path, program: str, sources: list[str], *flags: str, name: str = "hammer") -> Path:
     """Build a program of tests/native with sources of kvfs/_native, optimized unless `flags` (of libraries, too) say
-    otherwise."""
+    otherwise, and call it by its name: a folder may have several."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler")
     files = [_ROOT / "tests" / "native" / program, *(_NATIVE / source for source in sources)]
     common = ["-D_GNU_SOURCE", "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{_NATIVE}"]
-    subprocess.run([compiler, *common, *files, *flags, "-o", folder / "hammer"], check=True)
-    return folder / "hammer"
+    subprocess.run([compiler, *common, *files, *flags, "-o", folder / name], check=True)
+    return folder / name
 
 
 def run(program: Path, rounds: int) -> list[str]:
