@@ -151,7 +151,7 @@ pytest: $(STAMPS)/dev $(STAMPS)/native | $(STAMPS)/system-test
 # In a virtual machine (packaging/rig), some twenty times slower: without the plugins and fixtures that these do not use.
 $(STAMPS)/system-rig: packaging/system packaging/rig | $(STAMPS)/system
 	@packaging/system packages rig
-	@packaging/rig true
+	@packaging/rig true || [ $$? != 1 ] # a machine in which nothing runs is none that is not there: its tests fail
 	@touch $@
 
 RIG_TESTS ?= tests/rig
