@@ -355,6 +355,7 @@ async def _serve(
         upkeep.start_soon(scrub.run)
         upkeep.start_soon(events.run)
         await upkeep.start(stop_on_signal, stop, watchdog)
+        await upkeep.start(_reload_on_hangup, workers, cluster)
         if cluster is not None:
             await upkeep.start(cluster.run)
         async with trio.open_nursery() as doors:
@@ -434,15 +435,26 @@ async def _start_gateway(workers: Workers | None, nursery: trio.Nursery) -> List
     """Start the S3 endpoint's workers, where there are any. Raises ConfigError."""
     if workers is None:
         return None
-    nursery.start_soon(_reload_on_hangup, workers)
     found: Listening = await nursery.start(workers.supervise)
     return found
 
 
-async def _reload_on_hangup(workers: Workers) -> None:
+async def _reload_on_hangup(
+    workers: Workers | None,
+    cluster: RunningCluster | None,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Have certificates and credentials read again at SIGHUP; where there are none it ends the service, as ever."""
+    if workers is None and cluster is None:
+        task_status.started()
+        return
     with trio.open_signal_receiver(signal.SIGHUP) as signals:
+        task_status.started()
         async for _ in signals:
-            workers.reload()
+            if workers is not None:
+                workers.reload()
+            if cluster is not None:
+                cluster.renew_certificates()
 
 
 async def _serve_mount(

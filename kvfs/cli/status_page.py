@@ -39,6 +39,8 @@ def cluster_page(cluster: Mapping[str, Any]) -> None:
         )
     console.print(peers)
     console.print(cluster_line(cluster))
+    if ends_s := cluster["certificate_ends_s"]:
+        console.print(f"certificate until {time_text(ends_s * 10**9)}")
     if "directory" in cluster:
         console.print(_members(cluster["directory"]))
         console.print(directory_line(cluster["directory"]))

@@ -485,7 +485,7 @@ class ClusterSettings(_Section):
     key: AbsolutePath | None = None
     authorities: AbsolutePath | None = None
     """PEM files; with all three, machines speak TLS and show their certificates, which `authorities` have signed. Only
-    the service's user may read the key."""
+    the service's user may read the key. SIGHUP reads them again."""
 
     match_wait_s: Annotated[float, Field(gt=0, le=MAX_REMOTE_MATCH_S)] = DEFAULT_REMOTE_MATCH_S
     """How long the directory, or all peers, may take to say who has what."""

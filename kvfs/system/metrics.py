@@ -205,6 +205,11 @@ _PARTS: Final[dict[str, list[tuple[str, str, str]]]] = {
     "cluster": [
         ("peers_configured", "peers", "Machines that blocks are asked of, this one left out."),
         ("peers_up", "peers_up", "Those that are asked now, not paused after a failure."),
+        (
+            "certificate_ends_s",
+            "certificate_end_timestamp_seconds",
+            "Until when this machine's certificate counts; 0: it has none.",
+        ),
         ("fetched_blocks", "fetched_blocks_total", "Blocks read from peers."),
         ("fetched_bytes", "fetched_bytes_total", "Their bytes."),
         ("matches", "matches_total", "Times that a peer said what it has."),

@@ -45,6 +45,11 @@ def pair(ends: tuple[socket.socket, socket.socket], cluster_tls: ClusterTls) -> 
     return sessions
 
 
+def test_a_context_says_until_when_its_certificate_counts(cluster_tls: ClusterTls) -> None:
+    written = ssl._ssl._test_decode_cert(str(cluster_tls.certificate))["notAfter"]  # type: ignore[attr-defined]
+    assert Context(*cluster_tls).ends_s == ssl.cert_time_to_seconds(written)
+
+
 def test_bytes_arrive_in_order_in_both_directions_and_keys_are_renewed(pair: tuple[Session, Session]) -> None:
     """More goes than the sockets hold, so that every call comes back before it is through."""
     sent, waits = os.urandom(20 * KEY_BYTES), 0

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import shutil
+import signal
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +18,7 @@ import trio
 import kvfs
 from kvfs import limits
 from kvfs._native.remote.tls import Context
+from kvfs.cli.output import time_text
 from kvfs.config.settings import ClusterSettings
 from kvfs.errors import ConfigError, ProtocolError
 from tests.support.certificates import ClusterTls, authority, signed
@@ -31,8 +35,9 @@ from tests.support.machines import (
 )
 from tests.support.peer_services import have, peer_services, put, wait_for_peers
 from tests.support.rogue_peers import READ, REQUEST, REQUEST_MAGIC, greet, receive, rogue_context
+from tests.support.service import run_kvfs
 from tests.support.stores import NAMESPACE
-from tests.support.waits import until
+from tests.support.waits import eventually, until
 from tiers.remote.connections.identity import read_identity
 
 FILES = ("certificate", "key", "authorities")
@@ -255,6 +260,76 @@ async def test_requests_in_one_record_are_answered_one_after_the_other(
             assert (await receive(stream, 3 * 164))[-100:] == payload_of(1, 100)
 
 
+def replace(used: ClusterTls, by: ClusterTls) -> None:
+    for file, source in zip(used, by, strict=True):
+        shutil.copy(source, file)
+
+
+@pytest.fixture
+def used_tls(tmp_path: Path, cluster_tls: ClusterTls) -> ClusterTls:
+    """Files that may be replaced; the cluster's, to begin with."""
+    (tmp_path / "used").mkdir()
+    used = ClusterTls(*(tmp_path / "used" / name for name in FILES))
+    replace(used, cluster_tls)
+    return used
+
+
+async def test_files_that_are_read_again_count_for_connections_made_then(
+    tmp_path: Path, cluster_tls: ClusterTls, foreign_tls: ClusterTls, used_tls: ClusterTls
+) -> None:
+    async with machines(tmp_path, 2, used_tls) as (server, linked):
+        digests = server.put([1, 2])
+        assert await linked.fetch(digests[:1]) == 1
+        replace(used_tls, foreign_tls)
+        server.cluster.renew_certificates()
+        async with machine(tmp_path / "new", peers=[server.address], tls=foreign_tls) as new:
+            await until(lambda: new.cluster.status()["peers_up"] == 1)
+            assert await new.fetch(digests) == 2
+        async with machine(tmp_path / "old", peers=[server.address], tls=cluster_tls) as old:
+            await until(lambda: old.cluster.status()["failures"] >= 1)
+            assert await old.fetch(digests) == 0
+        assert await linked.fetch(digests) == 2, "over the connection that it has"
+
+
+async def test_files_that_cannot_be_used_change_nothing(
+    tmp_path: Path,
+    cluster_tls: ClusterTls,
+    foreign_tls: ClusterTls,
+    used_tls: ClusterTls,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with machines(tmp_path, 1, used_tls) as [server]:
+        digests = server.put([1, 2, 3])
+        shutil.copy(foreign_tls.key, used_tls.key)
+        server.cluster.renew_certificates()
+        used_tls.authorities.unlink()
+        server.cluster.renew_certificates()
+        said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+        stay = r"certificates of \[cluster\] stay as they were: \[cluster\]"
+        assert re.match(rf"{stay} key = '{used_tls.key}': .*mismatch", said[0])
+        assert re.match(rf"{stay} authorities = '{used_tls.authorities}': No such file", said[1])
+        assert len(said) == 2
+        async with machine(tmp_path / "asker", peers=[server.address], tls=cluster_tls) as asker:
+            await until(lambda: asker.cluster.status()["peers_up"] == 1)
+            assert await asker.fetch(digests) == 3
+
+
+def test_a_service_reads_its_certificates_again_at_sighup(
+    tmp_path: Path, cluster_tls: ClusterTls, used_tls: ClusterTls
+) -> None:
+    def ends_s() -> int:
+        return int(client.status()["cluster"]["certificate_ends_s"])
+
+    longer = signed(tmp_path, cluster_tls.authorities, days=100)  # not 2
+    with peer_services(tmp_path, 1, tls=used_tls) as [service], kvfs.connect(service.data) as client:
+        before_s = ends_s()
+        replace(used_tls, longer)
+        os.kill(service.pid, signal.SIGHUP)
+        eventually(lambda: ends_s() - before_s > 90 * 86_400, "it has the new certificate")
+        shown = run_kvfs("cluster", "status", "--at", str(service.data))
+        assert f"certificate until {time_text(ends_s() * 10**9)}" in shown.stdout
+
+
 def test_services_read_each_others_blocks(tmp_path: Path, cluster_tls: ClusterTls) -> None:
     with peer_services(tmp_path, 2, tls=cluster_tls) as (first, second):
         with kvfs.connect(first.data) as client, client.blocks(NAMESPACE) as blocks:
@@ -270,7 +345,7 @@ def test_the_files_are_checked_before_anything_runs(tmp_path: Path, cluster_tls:
 
     def read(**files: Path) -> None:
         settings = ClusterSettings(secret_file=secret, **{**cluster_tls._asdict(), **files})
-        assert read_identity(settings, bytes(16)).tls is not None
+        assert read_identity(settings, bytes(16)).certificates is not None
 
     read()
     for name in FILES:
@@ -284,4 +359,4 @@ def test_the_files_are_checked_before_anything_runs(tmp_path: Path, cluster_tls:
     open_key.chmod(0o640)
     with pytest.raises(ConfigError, match=r"open.key': others may read it \(mode 0640\): chmod 600"):
         read(key=open_key)
-    assert read_identity(ClusterSettings(secret_file=secret), bytes(16)).tls is None
+    assert read_identity(ClusterSettings(secret_file=secret), bytes(16)).certificates is None

@@ -12,7 +12,6 @@ import pytest
 import trio
 
 from kvfs._native.remote import stream as native
-from kvfs._native.remote.tls import Context
 from kvfs._native.shared.slots import xxh3_64
 from kvfs.errors import DeadlinePassed
 from tests.support.certificates import ClusterTls
@@ -27,7 +26,7 @@ from tests.support.machines import (
 )
 from tests.support.rogue_peers import serve_tls, serving, welcome
 from tests.support.waits import WAIT_S, until
-from tiers.remote.connections.identity import Identity
+from tiers.remote.connections.identity import Certificates, Identity
 from tiers.remote.link import PeerLink, Want
 from tiers.remote.peer import Opener, open_tcp
 
@@ -40,8 +39,8 @@ class Transport(NamedTuple):
 
     async def open(self, address: str) -> tuple[PeerLink, bytes]:
         host, _, port = address.rpartition(":")
-        context = None if self.tls is None else Context(*self.tls)
-        return await self.opener(host, int(port), Identity(b"an asker's store", SECRET, context))
+        certificates = None if self.tls is None else Certificates(*self.tls)
+        return await self.opener(host, int(port), Identity(b"an asker's store", SECRET, certificates))
 
 
 @pytest.fixture(params=["tcp", "tls"])

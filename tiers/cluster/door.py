@@ -44,6 +44,9 @@ class RunningCluster(Protocol):
     async def cancel(self, kind: str) -> dict[str, Any]:
         """Cancel the task of a kind; describe it. Raises NotFound where none is under way."""
 
+    def renew_certificates(self) -> None:
+        """Read the files of certificates again, for connections made from then on; log what cannot be used."""
+
     def status(self) -> dict[str, Any]:
         """Describe peers, the directory and what was served, as JSON values."""
 

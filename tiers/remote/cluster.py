@@ -146,14 +146,21 @@ class Cluster:
         """Cancel the task of a kind; describe it. Raises NotFound where none is under way."""
         return self._tasks.cancel(kind)
 
+    def renew_certificates(self) -> None:
+        """Read the files of certificates again, for connections made from then on; log what cannot be used."""
+        if self._own.certificates is not None:
+            self._own.certificates.renew()
+
     def status(self) -> dict[str, Any]:
         """Describe peers and what was served, as JSON values."""
         peers = [peer.status() for peer in (*self.peers, *self._members.values())]
         directory = self._directory.status()
         others = [peer for peer in peers if not peer["is_self"]]
+        certificates = self._own.certificates
         return {
             "listen": self._listen,
             "address": self._advertised,
+            "certificate_ends_s": 0 if certificates is None else certificates.context.ends_s,
             "peers": peers,
             "peers_configured": len(others),
             "peers_up": sum(peer["is_up"] for peer in others),

@@ -38,8 +38,8 @@ async def connect(host: str, port: int, own: Identity, purpose: int = BLOCKS) ->
     with trio.move_on_after(limits.REMOTE_GREETING_S):
         connection = Connection((await trio.open_tcp_stream(host, port)).socket)
         try:
-            if own.tls is not None:
-                await connection.secure(own.tls, serves=False)
+            if own.certificates is not None:
+                await connection.secure(own.certificates.context, serves=False)
             store_id = await _ask(connection, own, purpose)
             connection.give_up_after(limits.REMOTE_SILENCE_S)
             return connection, store_id
@@ -80,8 +80,8 @@ async def accept(peer: Connection, own: Identity) -> Hello:
     """Verify who has connected; return the greeting. Raises as `connect`, and FormatMismatch."""
     with trio.move_on_after(limits.REMOTE_GREETING_S):
         try:
-            if own.tls is not None:
-                await peer.secure(own.tls, serves=True)
+            if own.certificates is not None:
+                await peer.secure(own.certificates.context, serves=True)
             hello = decode_hello(await peer.receive_all(HELLO_BYTES))
             proofs = Proofs(own.secret, hello, os.urandom(NONCE_BYTES))
             await peer.send_all(proofs.server_nonce)

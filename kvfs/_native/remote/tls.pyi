@@ -18,6 +18,10 @@ class Context:
         """Read three PEM files. After `key_bytes` of data a session takes new keys. Raises ConfigError that names the
         file."""
 
+    @property
+    def ends_s(self) -> int:
+        """Return until when the certificate counts, in seconds since 1970; 0 where it does not say."""
+
     def session(self, socket: int, serves: bool) -> Session:
         """Return a session over a connected socket, which stays the caller's and has to outlive it."""
 

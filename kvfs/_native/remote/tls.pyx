@@ -6,7 +6,7 @@ Concurrency: every method is called from the event loop's thread.
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
-from libc.stdint cimport uint64_t
+from libc.stdint cimport int64_t, uint64_t
 from libc.stddef cimport size_t
 
 import errno
@@ -34,6 +34,7 @@ cdef extern from "remote/tls_core.h" nogil:
     int kvfs_tls_context(const char *certificate, const char *key, const char *authorities, SSL_CTX **context,
                          char *reason)
     void kvfs_tls_context_free(SSL_CTX *context)
+    int64_t kvfs_tls_ends_s(const SSL_CTX *context)
     kvfs_tls *kvfs_tls_open(SSL_CTX *context, int fd, int serves, uint64_t key_bytes)
     int kvfs_tls_handshake(kvfs_tls *t)
     Py_ssize_t kvfs_tls_send(kvfs_session *s, const void *data, size_t bytes, int flags)
@@ -65,6 +66,10 @@ cdef class Context:
 
     def __dealloc__(self):
         kvfs_tls_context_free(self._context)
+
+    @property
+    def ends_s(self):
+        return kvfs_tls_ends_s(self._context)
 
     def session(self, int socket, bint serves):
         return Session(self, socket, serves)

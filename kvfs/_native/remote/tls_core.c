@@ -24,12 +24,13 @@
 #include <openssl/err.h>
 #include <openssl/ssl.h>
 #include <openssl/sslerr.h>
-#include <openssl/x509_vfy.h>
+#include <openssl/x509.h>
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <time.h>
 
 /* Encrypted at once. */
 #define PIECE_BYTES ((size_t)64 << 10)
@@ -289,6 +290,12 @@ int kvfs_tls_context(const char *certificate, const char *key, const char *autho
 }
 
 void kvfs_tls_context_free(SSL_CTX *context) { SSL_CTX_free(context); }
+
+int64_t kvfs_tls_ends_s(const SSL_CTX *context) {
+    struct tm at;
+    if (ASN1_TIME_to_tm(X509_get0_notAfter(SSL_CTX_get0_certificate(context)), &at) != 1) return 0;
+    return timegm(&at);
+}
 
 struct kvfs_tls *kvfs_tls_open(SSL_CTX *context, int fd, int serves, uint64_t key_bytes) {
     struct kvfs_tls *t = calloc(1, sizeof *t);

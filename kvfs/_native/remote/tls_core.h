@@ -34,6 +34,8 @@ struct kvfs_tls {
 int kvfs_tls_context(const char *certificate, const char *key, const char *authorities, SSL_CTX **context,
                      char *reason);
 void kvfs_tls_context_free(SSL_CTX *context);
+/* Until when the certificate counts, in seconds since 1970; 0 where it does not say. */
+int64_t kvfs_tls_ends_s(const SSL_CTX *context);
 /* A session over a connected socket, which stays the caller's, in the role of the one that serves or asks; NULL without
  * memory. */
 struct kvfs_tls *kvfs_tls_open(SSL_CTX *context, int fd, int serves, uint64_t key_bytes);

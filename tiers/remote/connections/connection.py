@@ -49,6 +49,10 @@ class TlsSession(Protocol):
 class TlsContext(Protocol):
     """Says what this machine shows, and whom it believes: `kvfs._native.remote.tls.Context`."""
 
+    @property
+    def ends_s(self) -> int:
+        """Return until when the certificate counts, in seconds since 1970."""
+
     def session(self, socket: int, serves: bool) -> TlsSession:
         """Return a session over a connected socket."""
 

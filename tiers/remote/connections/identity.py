@@ -1,14 +1,17 @@
 """What this machine proves to others, from the files of `[cluster]`.
 
-Invariants: a file that others may read is refused. Nothing of a file but its faults is part of a message.
-Concurrency: none; read once, before the cluster runs.
+Invariants: a file that others may read is refused. Nothing of a file but its faults is part of a message. What was read
+stays until all of it could be read again.
+Concurrency: the service's trio thread, which waits for the disk: three small files.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import stat
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -17,8 +20,31 @@ from kvfs.config.settings import ClusterSettings
 from kvfs.errors import ConfigError
 from tiers.remote.connections.connection import TlsContext
 
+log = logging.getLogger("kvfs.remote")
+
 _TLS: Final = "kvfs._native.remote.tls"
 """Loaded where there is a certificate: only then is libssl needed."""
+
+
+class Certificates:
+    """The certificate that this machine shows, and whom it believes."""
+
+    def __init__(self, certificate: Path, key: Path, authorities: Path) -> None:
+        """Read the files. Raises ConfigError."""
+        self._files = certificate, key, authorities
+        self.context = _read_context(*self._files)
+
+    def renew(self) -> None:
+        """Read the files again, for connections made from then on; log what cannot be used."""
+        try:
+            self.context = _read_context(*self._files)
+        except ConfigError as error:
+            log.error("certificates of [cluster] stay as they were: %s", error)
+        else:
+            ends = datetime.fromtimestamp(self.context.ends_s, UTC)
+            log.info(
+                "certificates of [cluster] are read again: this machine's counts until %s", ends.isoformat()
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +53,8 @@ class Identity:
 
     store_id: bytes
     secret: bytes
-    tls: TlsContext | None = None
-    """The certificate that it shows, and whom it believes; None: connections are plain."""
+    certificates: Certificates | None = None
+    """None: connections are plain."""
     unseen: set[bytes] = field(default_factory=set, compare=False)
     """Nonces of the greetings that this machine makes now and its own door has not seen."""
 
@@ -36,7 +62,10 @@ class Identity:
 def read_identity(settings: ClusterSettings, store_id: bytes) -> Identity:
     """Return what the machine with a store proves. Raises ConfigError for files that are not as they should be."""
     assert settings.secret_file is not None
-    return Identity(store_id, read_secret(settings.secret_file), _read_context(settings))
+    secret, certificates = read_secret(settings.secret_file), None
+    if settings.certificate is not None and settings.key is not None and settings.authorities is not None:
+        certificates = Certificates(settings.certificate, settings.key, settings.authorities)
+    return Identity(store_id, secret, certificates)
 
 
 def read_secret(path: Path) -> bytes:
@@ -50,11 +79,8 @@ def read_secret(path: Path) -> bytes:
     return secret
 
 
-def _read_context(settings: ClusterSettings) -> TlsContext | None:
-    """Return the context of TLS sessions; None where connections are to be plain."""
-    certificate, key, authorities = settings.certificate, settings.key, settings.authorities
-    if certificate is None or key is None or authorities is None:
-        return None
+def _read_context(certificate: Path, key: Path, authorities: Path) -> TlsContext:
+    """Return the context of TLS sessions. Raises ConfigError."""
     _read_private("key", key, 1)
     for name, path in (("certificate", certificate), ("authorities", authorities)):
         _read(name, path, 1)
