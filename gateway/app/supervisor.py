@@ -25,6 +25,7 @@ from gateway.app.worker_settings import WorkerSettings
 from kvfs import limits
 from kvfs.config.load import load
 from kvfs.errors import ConfigError, KvfsError
+from kvfs.http.server_place import host_in_url
 
 log = logging.getLogger("kvfs.gateway")
 
@@ -44,16 +45,12 @@ class Listening:
     @property
     def page(self) -> str | None:
         """Return where the first worker's page is; None without an admin port."""
-        return f"http://{_shown(self.admin_host or '')}:{self.admin_port}/" if self.admin_port else None
+        return f"http://{host_in_url(self.admin_host or '*')}:{self.admin_port}/" if self.admin_port else None
 
     def __str__(self) -> str:
         scheme = "https" if self.secure else "http"
         many = f", {self.workers} workers" if self.workers > 1 else ""
-        return f"{scheme}://{_shown(self.host)}:{self.port}{many}"
-
-
-def _shown(host: str) -> str:
-    return f"[{host}]" if ":" in host else host or "*"
+        return f"{scheme}://{host_in_url(self.host or '*')}:{self.port}{many}"
 
 
 class Workers:

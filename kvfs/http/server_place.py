@@ -14,6 +14,11 @@ class Place(NamedTuple):
     secure: bool = False
 
 
+def host_in_url(host: str) -> str:
+    """Return a host as URLs have it: an address of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def place_of(url: str) -> Place:
     """Return the place that an http:// or https:// URL names."""
     parts = urlsplit(url)

@@ -27,6 +27,7 @@ import msgspec
 
 from kvfs import limits
 from kvfs.config.settings import HandOver, host_and_port
+from kvfs.http.server_place import host_in_url
 from scheduler.proxy.bodies import BadBody, Members, count_prompts, member
 
 MAX_ROOM = (1 << 63) - 1
@@ -108,15 +109,11 @@ def mooncake(bootstrap: Bootstrap, transfer_id: str) -> tuple[Put, Put]:
     decode = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
-        "remote_bootstrap_addr": f"http://{_in_url(bootstrap.host)}:{bootstrap.port}",
+        "remote_bootstrap_addr": f"http://{host_in_url(bootstrap.host)}:{bootstrap.port}",
         "remote_engine_id": bootstrap.engine_id,
         **shared,
     }
     return {"kv_transfer_params": prefill}, {"kv_transfer_params": decode}
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def sglang(bootstrap: Bootstrap, number: int, rank: Rank | None = None) -> Put:

@@ -24,6 +24,7 @@ from kvfs.config.settings import ConductorSettings, host_and_port
 from kvfs.errors import ConfigError, InvalidRequest
 from kvfs.events.sockets import Subscriber
 from kvfs.http.server import Certificate, Server, listen, take_signals
+from kvfs.http.server_place import host_in_url
 from kvfs.http.tls import client_context
 from kvfs.limits import CONDUCTOR_TICK_S, MAX_INDEXED_BLOCKS
 from kvfs.watch.hub import Hub
@@ -164,8 +165,8 @@ class ConductorService:
             background.start_soon(EngineNames(names, survey, self.answered, self._resolve).run)
             port = sockets[0].getsockname()[1]
             scheme = "http" if self._settings.certificate is None else "https"
-            shown = f"[{host}]" if ":" in host else host or "*"
-            task_status.started(Addresses(f"{scheme}://{shown}:{port}", port, self._subscriber.endpoint))
+            url = f"{scheme}://{host_in_url(host or '*')}:{port}"
+            task_status.started(Addresses(url, port, self._subscriber.endpoint))
             await self._server.serve(sockets)
             background.cancel_scope.cancel()
 

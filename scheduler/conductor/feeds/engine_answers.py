@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvfs.errors import InvalidNamespace
+from kvfs.http.server_place import host_in_url
 from kvfs.limits import DEFAULT_BLOCK_TOKENS
 from kvfs.namespaces import Namespace
 from scheduler.conductor.planning.planner import Role
@@ -115,7 +116,7 @@ def _fields(
 ) -> dict[str, Any]:
     """Return the fields of one instance."""
     parts, rank = urlsplit(url), publisher.instance_rank
-    name, host = parts.netloc if rank is None else f"{parts.netloc}@{rank}", _in_url(parts.hostname or "")
+    name, host = parts.netloc if rank is None else f"{parts.netloc}@{rank}", host_in_url(parts.hostname or "")
     info = _labels(metrics, "vllm:kvfs_info", rank)
     if info is None and "# TYPE vllm:kvfs_info " in metrics:
         raise AnswerUnclear("its connector has not said yet what its blocks are known by")
@@ -302,10 +303,6 @@ def _host(endpoint: str) -> str:
 
 def _is_loopback(host: str) -> bool:
     return host == "localhost" or host.startswith("127.") or host == "[::1]"
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _shifted(endpoint: str, by: int) -> str:
