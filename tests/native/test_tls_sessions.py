@@ -15,7 +15,10 @@ from kvfs._native.remote.stream import Stream
 from kvfs._native.remote.tls import Context, Session
 from kvfs.errors import ConfigError, InvalidRequest, NotPermitted, ProtocolError
 from tests.support.certificates import ClusterTls, authority, locked, signed
-from tests.support.rogue_peers import MATCHED, MATCHED_MAGIC, REQUEST
+from tests.support.rogue_peers import (
+    REQUEST,
+    matched,
+)
 from tests.support.waits import WAIT_S, eventually
 
 KEY_BYTES = 100_000
@@ -150,13 +153,13 @@ def test_a_session_is_the_streams_once_it_is_taken(
     request = b""
     while len(request) < REQUEST.size + 16:
         request += serves.receive(1000) or b""
-    assert serves.send(MATCHED.pack(MATCHED_MAGIC, 1, 1) + (4096).to_bytes(8, "little"))
+    assert serves.send(matched(1, 4096))
     eventually(stream.take, "the job ends")
     assert (stream.error, stream.sizes()) == (0, [4096])
     assert stream.is_quiet
     stream.begin_match(bytes(16), bytes(16), WAIT_S)
     # In one record: the socket has nothing of it any more once the answer was read.
-    assert serves.send(MATCHED.pack(MATCHED_MAGIC, 0, 2) + b"unasked")
+    assert serves.send(matched(2) + b"unasked")
     eventually(stream.take, "the job ends")
     assert stream.error == 0
     assert not stream.is_quiet

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import (
+    Iterator,
+    Sequence,
+)
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +21,11 @@ from kvfs._native.remote.stream import FOUND, NOT_ANSWERED
 from kvfs._native.shared.slots import xxh3_64
 from kvfs.errors import DeadlinePassed, KvfsError
 from tests.support.machines import SECRET, digest_of, machine, open_descriptors, threads
-from tests.support.rogue_peers import MATCH, MATCHED, MATCHED_MAGIC, item, next_request, serving, welcome
+from tests.support.rogue_peers import (
+    having_all,
+    item,
+    serving,
+)
 from tests.support.stores import BOUND, small_store
 from tests.support.waits import WAIT_S, until
 from tiers.remote.connections.identity import Identity
@@ -220,18 +227,12 @@ class GatedPeer:
     def __init__(self) -> None:
         self.gate = trio.Event()
         self.gate.set()
+        self.serve = having_all(SIZE, self._answer)
 
-    async def serve(self, stream: trio.SocketStream) -> None:
-        await welcome(stream)
-        while True:
-            kind, number, wants = await next_request(stream)
-            if kind == MATCH:
-                head = MATCHED.pack(MATCHED_MAGIC, len(wants), number)
-                await stream.send_all(head + SIZE.to_bytes(8, "little") * len(wants))
-                continue
-            await self.gate.wait()
-            for index in range(len(wants)):
-                await stream.send_all(item(number, index, SIZE, SUM) + DATA)
+    async def _answer(self, stream: trio.SocketStream, number: int, digests: Sequence[bytes]) -> None:
+        await self.gate.wait()
+        for index in range(len(digests)):
+            await stream.send_all(item(number, index, SIZE, SUM) + DATA)
 
 
 async def test_a_machine_that_hangs_in_a_read_delays_no_fetch_and_leaves_nothing_behind(

@@ -12,13 +12,12 @@ from tests.support.machines import free_port, machine, machines, payload_of
 from tests.support.rogue_peers import (
     ITEM,
     MATCH,
-    MATCHED,
-    MATCHED_MAGIC,
     READ,
     REQUEST,
     REQUEST_MAGIC,
     WANT,
     ask,
+    matched,
     receive,
 )
 from tests.support.waits import WAIT_S, until
@@ -45,12 +44,12 @@ async def test_the_server_ends_what_blocks_were_read_over_and_keeps_what_asks_wh
         [digest] = server.put([1])
         namespace = server.bucket.namespace or b""
         match = REQUEST.pack(REQUEST_MAGIC, MATCH, 0, 1, 1000, 1, namespace) + digest
-        matched = MATCHED.pack(MATCHED_MAGIC, 1, 1) + (4096).to_bytes(8, "little")
+        answer = matched(1, 4096)
         asks, _ = await ask(server.address)
         reads, _ = await ask(server.address)
         async with asks, reads:
             await asks.send_all(match)
-            assert await receive(asks, len(matched)) == matched
+            assert await receive(asks, len(answer)) == answer
             read = REQUEST.pack(REQUEST_MAGIC, READ, 0, 1, 1000, 1, namespace)
             await reads.send_all(read + WANT.pack(digest, 4096))
             assert (await receive(reads, ITEM.size + 4096))[ITEM.size :] == payload_of(1, 4096)
@@ -58,5 +57,5 @@ async def test_the_server_ends_what_blocks_were_read_over_and_keeps_what_asks_wh
                 assert await receive(reads, 1) == b""
             await until(lambda: server.cluster.status()["connections"] == 1)
             await asks.send_all(match)
-            assert await receive(asks, len(matched)) == matched
+            assert await receive(asks, len(answer)) == answer
         assert server.cluster.status()["served_broken"] == 0

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import (
+    AsyncIterator,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,16 +21,15 @@ from kvfs._native.shared.slots import xxh3_64
 from tests.support.machines import Machine, digest_of, machine, machines, open_descriptors, threads
 from tests.support.rogue_peers import (
     MATCH,
-    MATCHED,
-    MATCHED_MAGIC,
     READ,
     REQUEST,
     REQUEST_MAGIC,
+    Answer,
     Proxy,
     Serve,
     ask,
+    having_all,
     item,
-    next_request,
     receive,
     send_last,
     serving,
@@ -40,28 +42,10 @@ SIZE = 65536
 DATA = b"x" * SIZE
 SUM = xxh3_64(DATA)
 DIGESTS = [digest_of(number) for number in range(1, 9)]
-Answer = Callable[[trio.SocketStream, int, int], Awaitable[None]]
-"""Answers a READ: stream, number, count."""
-
-
-def rogue(answer: Answer) -> Serve:
-    """Make a server that says it has everything, and answers reads as a test wants."""
-
-    async def serve(stream: trio.SocketStream) -> None:
-        await welcome(stream)
-        while True:
-            kind, number, wants = await next_request(stream)
-            if kind == MATCH:
-                head = MATCHED.pack(MATCHED_MAGIC, len(wants), number)
-                await stream.send_all(head + SIZE.to_bytes(8, "little") * len(wants))
-            else:
-                await answer(stream, number, len(wants))
-
-    return serve
 
 
 def lie(**wrong: int) -> Answer:
-    async def answer(stream: trio.SocketStream, number: int, count: int) -> None:
+    async def answer(stream: trio.SocketStream, number: int, digests: Sequence[bytes]) -> None:
         head = {"number": number, "index": 0, "size_bytes": SIZE, "checksum": SUM} | wrong
         await stream.send_all(item(**head) + DATA)
         await trio.sleep_forever()
@@ -69,26 +53,26 @@ def lie(**wrong: int) -> Answer:
     return answer
 
 
-async def break_off(stream: trio.SocketStream, number: int, count: int) -> None:
+async def break_off(stream: trio.SocketStream, number: int, digests: Sequence[bytes]) -> None:
     await stream.send_all(item(number, 0, SIZE, SUM) + DATA[: SIZE // 2])
     await stream.aclose()
 
 
-async def garbage(stream: trio.SocketStream, number: int, count: int) -> None:
+async def garbage(stream: trio.SocketStream, number: int, digests: Sequence[bytes]) -> None:
     await stream.send_all(os.urandom(1 << 16))
 
 
-async def another_size(stream: trio.SocketStream, number: int, count: int) -> None:
-    for index in range(count):
+async def another_size(stream: trio.SocketStream, number: int, digests: Sequence[bytes]) -> None:
+    for index in range(len(digests)):
         await stream.send_all(item(number, index, SIZE - 1, xxh3_64(DATA[1:])) + DATA[1:])
 
 
-async def wrong_bytes(stream: trio.SocketStream, number: int, count: int) -> None:
-    for index in range(count):
+async def wrong_bytes(stream: trio.SocketStream, number: int, digests: Sequence[bytes]) -> None:
+    for index in range(len(digests)):
         await stream.send_all(item(number, index, SIZE, SUM + 1) + DATA)
 
 
-async def silence(stream: trio.SocketStream, number: int, count: int) -> None:
+async def silence(stream: trio.SocketStream, number: int, digests: Sequence[bytes]) -> None:
     await trio.sleep_forever()
 
 
@@ -123,7 +107,7 @@ async def test_what_is_no_answer_ends_the_link_and_is_a_failure(
     tmp_path: Path, answer: Answer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "kvfs.remote"):
-        async with asker_of(tmp_path, rogue(answer)) as asker:
+        async with asker_of(tmp_path, having_all(SIZE, answer)) as asker:
             assert await asker.fetch(DIGESTS) == 0
             [peer] = asker.cluster.status()["peers"]
             assert peer["failures"] >= 1
@@ -133,7 +117,7 @@ async def test_what_is_no_answer_ends_the_link_and_is_a_failure(
 
 
 async def test_a_stream_that_breaks_off_is_a_failure_and_whole_blocks_stay(tmp_path: Path) -> None:
-    async with asker_of(tmp_path, rogue(break_off)) as asker:
+    async with asker_of(tmp_path, having_all(SIZE, break_off)) as asker:
         assert await asker.fetch(DIGESTS) == 0
         assert asker.cluster.status()["failures"] >= 1
 
@@ -142,7 +126,7 @@ async def test_wrong_bytes_are_misses_that_name_the_peer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR, "kvfs.remote"):
-        async with asker_of(tmp_path, rogue(wrong_bytes)) as asker:
+        async with asker_of(tmp_path, having_all(SIZE, wrong_bytes)) as asker:
             assert await asker.fetch(DIGESTS) == 0
             [peer] = asker.cluster.status()["peers"]
             assert peer["mismatches"] == len(DIGESTS)
@@ -152,21 +136,21 @@ async def test_wrong_bytes_are_misses_that_name_the_peer(
 
 
 async def test_a_block_of_another_size_than_was_said_is_a_miss(tmp_path: Path) -> None:
-    async with asker_of(tmp_path, rogue(another_size)) as asker:
+    async with asker_of(tmp_path, having_all(SIZE, another_size)) as asker:
         assert await asker.fetch(DIGESTS) == 0
         assert asker.cluster.status()["misses"] == len(DIGESTS)
 
 
 async def test_a_silent_peer_costs_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "REMOTE_READ_S", 0.2)
-    async with asker_of(tmp_path, rogue(silence)) as asker:
+    async with asker_of(tmp_path, having_all(SIZE, silence)) as asker:
         assert await asker.fetch(DIGESTS) == 0
         assert asker.cluster.status()["deadlines"] >= 1
         assert asker.cluster.status()["peers_up"] == 0
 
 
 async def test_a_cancelled_fetch_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
-    async with asker_of(tmp_path, rogue(silence)) as asker:
+    async with asker_of(tmp_path, having_all(SIZE, silence)) as asker:
         with trio.move_on_after(60) as scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(asker.fetch, DIGESTS)

@@ -10,7 +10,11 @@ from collections.abc import Iterator
 import pytest
 
 from kvfs._native.remote.stream import Stream
-from tests.support.rogue_peers import MATCHED, MATCHED_MAGIC, REQUEST
+from tests.support.rogue_peers import (
+    MATCHED,
+    REQUEST,
+    matched,
+)
 from tests.support.waits import WAIT_S, eventually
 
 DIGESTS = bytes(range(256)) * 64
@@ -36,7 +40,7 @@ def test_a_request_that_the_socket_takes_in_pieces_arrives_whole(ends: tuple[soc
     while len(request) < REQUEST.size + len(DIGESTS):
         request += peer.recv(1024)
     assert request[REQUEST.size :] == DIGESTS
-    peer.sendall(MATCHED.pack(MATCHED_MAGIC, 1, 1) + (4096).to_bytes(8, "little"))
+    peer.sendall(matched(1, 4096))
     eventually(stream.take, "the job ends")
     assert (stream.error, stream.sizes()) == (0, [4096])
 
@@ -60,7 +64,7 @@ def test_an_answer_that_breaks_off_ends_the_job_and_says_nothing(
     peer, stream = ends
     stream.begin_match(bytes(16), DIGESTS[:16], WAIT_S)
     assert len(peer.recv(4096)) == REQUEST.size + 16
-    answer = MATCHED.pack(MATCHED_MAGIC, 1, 1) + (4096).to_bytes(8, "little")
+    answer = matched(1, 4096)
     peer.sendall(answer[:said_bytes])
     peer.shutdown(socket.SHUT_WR)
     eventually(stream.take, "the job ends")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import (
+    AsyncIterator,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,7 +17,11 @@ import trio.testing
 from kvfs import limits
 from kvfs._native.shared.slots import xxh3_64
 from tests.support.machines import Machine, digest_of, machine
-from tests.support.rogue_peers import MATCH, MATCHED, MATCHED_MAGIC, item, next_request, serving, welcome
+from tests.support.rogue_peers import (
+    having_all,
+    item,
+    serving,
+)
 from tests.support.waits import WAIT_S, until
 
 SIZE = 4096
@@ -28,19 +35,13 @@ class HeldPeer:
     def __init__(self) -> None:
         self.asked: list[bytes] = []
         self.free: defaultdict[bytes, trio.Event] = defaultdict(trio.Event)
+        self.serve = having_all(SIZE, self._answer)
 
-    async def serve(self, stream: trio.SocketStream) -> None:
-        await welcome(stream)
-        while True:
-            kind, number, wants = await next_request(stream)
-            if kind == MATCH:
-                head = MATCHED.pack(MATCHED_MAGIC, len(wants), number)
-                await stream.send_all(head + SIZE.to_bytes(8, "little") * len(wants))
-                continue
-            self.asked.extend(digest for digest, _ in wants)
-            for index, (digest, _) in enumerate(wants):
-                await self.free[digest].wait()
-                await stream.send_all(item(number, index, SIZE, xxh3_64(DATA)) + DATA)
+    async def _answer(self, stream: trio.SocketStream, number: int, digests: Sequence[bytes]) -> None:
+        self.asked.extend(digests)
+        for index, digest in enumerate(digests):
+            await self.free[digest].wait()
+            await stream.send_all(item(number, index, SIZE, xxh3_64(DATA)) + DATA)
 
 
 class Fetches:

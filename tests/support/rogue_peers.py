@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import ssl
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import trio
@@ -27,6 +27,8 @@ READ, MATCH = 1, 2
 STORE_ID = b"a rogue's store."
 
 Serve = Callable[[trio.SocketStream], Awaitable[None]]
+Answer = Callable[[trio.SocketStream, int, Sequence[bytes]], Awaitable[None]]
+"""Answers a READ: stream, number, digests."""
 
 
 async def receive(stream: trio.abc.ReceiveStream, count: int) -> bytes:
@@ -80,6 +82,27 @@ async def next_request(stream: trio.SocketStream) -> tuple[int, int, list[tuple[
         return kind, number, [(body[i * 16 : i * 16 + 16], 0) for i in range(count)]
     body = await receive(stream, WANT.size * count)
     return kind, number, list(WANT.iter_unpack(body))
+
+
+def matched(number: int, *sizes_bytes: int) -> bytes:
+    """Encode the answer to a MATCH."""
+    sizes = b"".join(size_bytes.to_bytes(8, "little") for size_bytes in sizes_bytes)
+    return MATCHED.pack(MATCHED_MAGIC, len(sizes_bytes), number) + sizes
+
+
+def having_all(size_bytes: int, answer: Answer) -> Serve:
+    """Make a server that says it has every block, all of one size, and answers reads as a test wants."""
+
+    async def serve(stream: trio.SocketStream) -> None:
+        await welcome(stream)
+        while True:
+            kind, number, wants = await next_request(stream)
+            if kind == MATCH:
+                await stream.send_all(matched(number, *[size_bytes] * len(wants)))
+            else:
+                await answer(stream, number, [digest for digest, _ in wants])
+
+    return serve
 
 
 def item(number: int, index: int, size_bytes: int, checksum: int, *, status: int = 0, **wrong: int) -> bytes:
