@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from kvfs.system import linux
 from tests.support.door import need_mount
 from tests.support.processes import task_state
 from tests.support.run_remains import MEMORY, processes
 from tests.support.service import ROOT, mounts_under
 from tests.support.waits import eventually
 
+COMMAND = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_one.py"]
 CONFTEST = """
 import pytest
 from tests.support import leftovers
@@ -49,6 +51,11 @@ import os, tempfile
 def test():
     tempfile.mkstemp(prefix="left-", dir=os.environ["FAST_TMPDIR"])
 """,
+    "a mount in what pytest keeps": """
+from kvfs.system import linux
+def test(tmp_path):
+    linux.mount("left", tmp_path, "tmpfs", 0, "size=4096")
+""",
     "a process": """
 import subprocess
 def test():
@@ -75,19 +82,25 @@ SAID = {
     "nothing": "",
     "a file": r"^file .*/left-",
     "a file in memory": rf"^file {MEMORY}/.*/left-",
+    "a mount in what pytest keeps": r"^mount .*/kept/.*",
     "a process": r"^process (?P<pid>\d+): sleep 4242",
     "shared memory": rf"^shared memory (?P<path>{MEMORY}/left-\d+)",
 }
 
 
+def environ(path: Path) -> dict[str, str]:
+    """Return that of a run below another: it keeps its folders there, and clears away nobody else's."""
+    (path / "kept").mkdir()
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DEBUG_TEMPROOT": str(path / "kept")}
+
+
 @pytest.mark.parametrize("what", TESTS)
 def test_what_a_run_leaves_makes_it_red(tmp_path: Path, what: str) -> None:
+    if what.startswith("a mount") and not linux.may_mount():
+        pytest.skip("mounting needs root")
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_one.py").write_text(TESTS[what])
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)]
-    run = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    run = subprocess.run(COMMAND, cwd=tmp_path, env=environ(tmp_path), capture_output=True, text=True)
     assert " 1 passed" in run.stdout
     found = re.search(SAID[what], run.stdout, re.MULTILINE)
     assert found, run.stdout
@@ -96,6 +109,7 @@ def test_what_a_run_leaves_makes_it_red(tmp_path: Path, what: str) -> None:
     if "path" in found.groupdict():
         Path(found["path"]).unlink()
     assert ("left behind" in run.stdout, run.returncode) == ((False, 0) if what == "nothing" else (True, 1))
+    assert mounts_under(tmp_path) == []
     assert re.search(r"^at most [\d.]+ GB more in ", run.stdout, re.MULTILINE)
 
 
@@ -122,11 +136,8 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
     need_mount()
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_one.py").write_text(CUT_OFF)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)]
     with (tmp_path / "said").open("w") as said:  # no pipe, which what is left would keep open
-        code = subprocess.call(
-            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=said, stderr=said
-        )
+        code = subprocess.call(COMMAND, cwd=tmp_path, env=environ(tmp_path), stdout=said, stderr=said)
     assert code == -signal.SIGKILL, (tmp_path / "said").read_text()
     pids, folders, kept = json.loads((tmp_path / "had").read_text())
     eventually(lambda: not any(map(runs, pids)), "the processes of the run have ended")

@@ -4,7 +4,8 @@ Responsibility: give a run two folders of its own, on disk and in memory, below 
 its end name what is still there: files, mounts, loop devices, processes, shared memory. A run that leaves any is red.
 
 Invariants: a process belongs to the run whose folder it has in its environment, shared memory to the run of whose
-processes one had it mapped: runs beside each other do not count each other's. What pytest keeps lies elsewhere.
+processes one had it mapped: runs beside each other do not count each other's. What pytest keeps lies elsewhere, without
+a mount in it at the end.
 
 Concurrency: in the process that controls the run; a thread looks how full the file systems are, and what is shared.
 """
@@ -21,7 +22,6 @@ from pathlib import Path
 
 import pytest
 
-from kvfs.system import linux
 from tests.support.run_remains import (
     END_WAIT_S,
     MEMORY,
@@ -31,6 +31,7 @@ from tests.support.run_remains import (
     processes,
     shared_memory,
 )
+from tests.support.service import detach_mounts, mounts_under
 
 FAST_VARIABLE = "FAST_TMPDIR"
 """Where temporary files lie in memory, as TMPDIR says where they lie on disk."""
@@ -50,7 +51,8 @@ class Run:
         if (fast := Path(os.environ.get(FAST_VARIABLE, MEMORY))).is_dir():
             self._folders.append(_folder(fast))
         temporary: pytest.TempPathFactory = vars(session.config)["_tmp_path_factory"]
-        self._guard = guard(self._folders, temporary.getbasetemp())
+        self._kept = temporary.getbasetemp()
+        self._guard = guard(self._folders, self._kept)
         for variable, folder in zip(("TMPDIR", FAST_VARIABLE), self._folders, strict=False):
             os.environ[variable] = str(folder)
         tempfile.tempdir = os.environ["TMPDIR"]
@@ -77,6 +79,8 @@ class Run:
         deadline = time.monotonic() + END_WAIT_S
         while (left := list(self._there())) and time.monotonic() < deadline:
             time.sleep(_SAMPLE_S)
+        for folder in (self._kept, *self._folders):
+            detach_mounts(folder)
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         return left
@@ -84,8 +88,9 @@ class Run:
     def _there(self) -> Iterator[str]:
         """Yield what there is of the run, a line each."""
         yield from (f"process {pid}: {command}" for pid, command in processes(self._folders[0]).items())
+        for folder in (self._kept, *self._folders):
+            yield from (f"mount {point}" for point in mounts_under(folder))
         roots = tuple(map(str, self._folders))
-        yield from (f"mount {each.point}" for each in linux.mounts() if each.point.startswith(roots))
         yield from (f"loop device {each}" for each in loop_devices() if any(root in each for root in roots))
         for folder in self._folders:
             yield from (f"file {path}" for path in folder.iterdir())

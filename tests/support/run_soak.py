@@ -92,7 +92,10 @@ class Run:
 
 def harnesses(tests: str) -> list[Harness]:
     """Return all there are, as pytest collects them."""
-    done = subprocess.run([*PYTEST, "--collect-only", tests], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    # With a folder of its own: else pytest clears away what other runs left, and one that it cannot makes it red.
+    with tempfile.TemporaryDirectory(prefix="soak-") as base:
+        command = [*PYTEST, "--collect-only", f"--basetemp={base}/pytest", tests]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"soak: the tests cannot be collected\n{done.stdout}")
     named = sorted({line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line})
