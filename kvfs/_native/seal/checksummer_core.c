@@ -27,11 +27,11 @@
 #define DOZE_NS 500000ll
 #define DOZES 16
 
-struct reading {
+struct kvfs_reading {
     int fd;
     uint64_t offset;
     XXH3_state_t *state;
-    uint8_t *chunk;
+    uint8_t chunk[KVFS_HASH_CHUNK_BYTES];
 };
 
 static void set_busy(struct kvfs_checksummer *c, uint32_t slot) REQUIRES(c->lock) {
@@ -40,7 +40,7 @@ static void set_busy(struct kvfs_checksummer *c, uint32_t slot) REQUIRES(c->lock
 }
 
 /* Opens the job's slot unless it is paused (then waits), gone or moved on. 1 open, 0 abandoned, -errno. */
-static int open_slot(struct kvfs_checksummer *c, struct kvfs_checksum_job job, struct reading *r) {
+static int open_slot(struct kvfs_checksummer *c, struct kvfs_checksum_job job, struct kvfs_reading *r) {
     kvfs_lock(&c->lock);
     while (c->paused_slot == job.slot && !c->stop) kvfs_wait(&c->work, &c->lock);
     int stop = c->stop;
@@ -51,7 +51,7 @@ static int open_slot(struct kvfs_checksummer *c, struct kvfs_checksum_job job, s
     return r->fd >= 0 ? 1 : r->fd == -ENOENT ? 0 : r->fd;
 }
 
-static void close_slot(struct kvfs_checksummer *c, struct reading *r) {
+static void close_slot(struct kvfs_checksummer *c, struct kvfs_reading *r) {
     if (r->fd >= 0) close(r->fd);
     r->fd = -1;
     kvfs_lock(&c->lock);
@@ -64,7 +64,7 @@ static int is_paused(struct kvfs_checksummer *c, uint32_t slot) {
 }
 
 /* 1 with the whole slot hashed, 0 abandoned, -errno. */
-static int hash_slot(struct kvfs_checksummer *c, struct kvfs_checksum_job job, struct reading *r) {
+static int hash_slot(struct kvfs_checksummer *c, struct kvfs_checksum_job job, struct kvfs_reading *r) {
     int rc = open_slot(c, job, r);
     while (rc == 1) {
         if (__atomic_load_n(&c->stop, __ATOMIC_RELAXED) || kvfs_table_generation(c->table, job.slot) != job.generation)
@@ -87,7 +87,7 @@ static int hash_slot(struct kvfs_checksummer *c, struct kvfs_checksum_job job, s
     return rc;
 }
 
-static void run_job(struct kvfs_checksummer *c, struct kvfs_checksum_job job, struct reading *r) {
+static void run_job(struct kvfs_checksummer *c, struct kvfs_checksum_job job, struct kvfs_reading *r) {
     r->fd = -1;
     r->offset = 0;
     XXH3_64bits_reset(r->state);
@@ -118,10 +118,9 @@ static void wait_for_work(struct kvfs_checksummer *c, int *dozes) REQUIRES(c->lo
 
 static void *thread_main(void *argument) {
     struct kvfs_checksummer *c = (struct kvfs_checksummer *)argument;
-    struct reading r = {.fd = -1, .chunk = malloc(KVFS_HASH_CHUNK_BYTES), .state = XXH3_createState()};
     int dozes = DOZES;
     kvfs_lock(&c->lock);
-    while (r.chunk && r.state && !c->stop) {
+    while (!c->stop) {
         if (c->count == 0) {
             wait_for_work(c, &dozes);
             continue;
@@ -132,15 +131,32 @@ static void *thread_main(void *argument) {
         c->count--;
         c->working = 1;
         kvfs_unlock(&c->lock);
-        run_job(c, job, &r);
+        run_job(c, job, c->reading);
         kvfs_lock(&c->lock);
         c->working = 0;
         pthread_cond_broadcast(&c->idle);
     }
     kvfs_unlock(&c->lock);
-    XXH3_freeState(r.state);
-    free(r.chunk);
     return NULL;
+}
+
+static struct kvfs_reading *make_reading(void) {
+    struct kvfs_reading *r = malloc(sizeof *r);
+    if (!r) return NULL;
+    r->fd = -1;
+    r->state = XXH3_createState();
+    if (r->state) return r;
+    free(r);
+    return NULL;
+}
+
+static void free_memory(struct kvfs_checksummer *c) UNCHECKED /* no thread */
+{
+    if (c->reading) XXH3_freeState(c->reading->state);
+    free(c->reading);
+    free(c->ring);
+    c->reading = NULL;
+    c->ring = NULL;
 }
 
 int kvfs_checksummer_start(struct kvfs_checksummer *c, struct kvfs_table *table, int dirfd, uint32_t capacity)
@@ -152,16 +168,17 @@ int kvfs_checksummer_start(struct kvfs_checksummer *c, struct kvfs_table *table,
     c->capacity = capacity;
     c->busy_slot = c->paused_slot = KVFS_NO_SLOT;
     c->ring = calloc(capacity, sizeof *c->ring);
-    if (!c->ring) return -ENOMEM;
+    c->reading = make_reading();
+    if (!c->ring || !c->reading) {
+        free_memory(c);
+        return -ENOMEM;
+    }
     kvfs_mutex_init(&c->lock);
     kvfs_cond_init(&c->work);
     kvfs_cond_init(&c->idle);
     int rc = kvfs_thread_start(&c->thread, thread_main, c, 0);
     c->started = rc == 0;
-    if (rc < 0) {
-        free(c->ring);
-        c->ring = NULL;
-    }
+    if (rc < 0) free_memory(c);
     return rc;
 }
 
@@ -227,7 +244,6 @@ void kvfs_checksummer_stop(struct kvfs_checksummer *c) UNCHECKED /* the end: no 
     pthread_cond_destroy(&c->work);
     pthread_cond_destroy(&c->idle);
     kvfs_mutex_destroy(&c->lock);
-    free(c->ring);
+    free_memory(c);
     c->started = 0;
-    c->ring = NULL;
 }

@@ -19,6 +19,7 @@ struct kvfs_checksummer {
     int dirfd;
     pthread_t thread;
     int started;
+    struct kvfs_reading *reading; /* the thread's alone */
     struct kvfs_mutex lock;
     pthread_cond_t work; /* for the thread: a job, the end of a pause, stop */
     pthread_cond_t idle; /* for others: the thread has closed its slot */
