@@ -14,7 +14,6 @@ import shutil
 import socket
 import subprocess
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 from kvfs import limits
@@ -55,15 +54,18 @@ def mount_by_helper(point: Path, *, allow_other: bool) -> int:
     ours, theirs = socket.socketpair()
     options = f"default_permissions,fsname={SOURCE},subtype=kvfs" + (",allow_other" if allow_other else "")
     with ours, theirs:
-        done = subprocess.run(
-            [helper, "-o", options, "--", str(point)],
-            env={**os.environ, "_FUSE_COMMFD": str(theirs.fileno())},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=limits.STOP_WAIT_S,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [helper, "-o", options, "--", str(point)],
+                env={**os.environ, "_FUSE_COMMFD": str(theirs.fileno())},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                timeout=limits.STOP_WAIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise DeviceMissing(f"fusermount3 has not mounted in {limits.STOP_WAIT_S:g} s") from None
         theirs.close()
         if done.returncode != 0:
             raise DeviceMissing(f"fusermount3: {done.stderr.decode(errors='replace').strip()}")
@@ -156,5 +158,10 @@ def abort(point: Path) -> None:
 
 def _unmount_by_helper(point: Path) -> None:
     """Try to unmount with fusermount3; a mount that it does not allow to end stays, which the caller sees."""
-    with suppress(FileNotFoundError):
-        subprocess.run(["fusermount3", "-u", "-z", "--", str(point)], check=False, stderr=subprocess.DEVNULL)
+    command = ["fusermount3", "-u", "-z", "--", str(point)]
+    try:
+        subprocess.run(command, check=False, stderr=subprocess.DEVNULL, timeout=limits.STOP_WAIT_S)
+    except FileNotFoundError:
+        pass
+    except subprocess.TimeoutExpired:
+        log.warning("%s: fusermount3 has not unmounted it in %g s", point, limits.STOP_WAIT_S)
