@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -25,6 +24,7 @@ from coredis.connection import TCPConnection, TCPLocation
 from pydantic import SecretStr
 
 from bench.measure import Result
+from bench.ports import free_ports
 from kvfs import limits
 from kvfs.config.settings import ClusterSettings
 from kvfs.errors import DeviceMissing
@@ -45,8 +45,7 @@ def lookup_64(seconds: float) -> Result:
     if program is None:
         raise DeviceMissing("bench: directory.lookup_64 needs redis-server or valkey-server")
     with tempfile.TemporaryDirectory(prefix="kvfs-bench-") as folder:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        [port] = free_ports(1)
         command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL) as process:
             try:

@@ -33,6 +33,7 @@ import trio
 
 from bench.keys import NAMESPACE
 from bench.measure import Result
+from bench.ports import free_ports
 from kvfs import limits
 from kvfs.config.settings import ClusterSettings
 from kvfs.limits import KIB, MIB
@@ -233,7 +234,7 @@ class Raw:
 
 async def _serve(folder: Path, size_bytes: int) -> None:
     store = await _open_store(folder / "a")
-    ports = [_free_port(), _free_port()]
+    ports = free_ports(2)
     with socket.create_server(("127.0.0.1", 0)) as raw:
         slots = [_put(store, number, size_bytes) for number in range(SET_BYTES // size_bytes)]
         async with trio.open_nursery() as nursery:
@@ -247,12 +248,6 @@ async def _serve(folder: Path, size_bytes: int) -> None:
     for slot in slots:
         os.close(slot)
     store.close()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _put(store: Store, number: int, size_bytes: int) -> int:

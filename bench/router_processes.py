@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Final, NamedTuple
 
 from bench import keys
+from bench.ports import free_ports
 
 RELEASES: Final = {"vllm-router": "0.1.17", "sglang-router": "0.3.2"}
 START_S: Final = 30.0
@@ -68,7 +68,7 @@ def reason_of(errors: str) -> str:
 @contextmanager
 def open_release(name: str, home: Path, engines: Pair, folder: Path) -> Iterator[Running]:
     """Start a release. Raises RuntimeError with the end of its log where it does not serve."""
-    port, metrics_port = _free_ports(2)
+    port, metrics_port = free_ports(2)
     command = command_of(name, home, port, metrics_port, engines)
     with (
         open(folder / f"{name}.log", "w+") as log,
@@ -92,13 +92,6 @@ def command_of(name: str, home: Path, port: int, metrics_port: int, engines: Pai
     if name == "vllm-router":
         return [program, "--vllm-pd-disaggregation", *common]
     return [program, "launch", "--pd-disaggregation", *common]
-
-
-def _free_ports(count: int) -> list[int]:
-    """Find ports that are free now: releases cannot be asked which one they took."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 def _serves(process: subprocess.Popen[bytes], port: int) -> bool:

@@ -36,6 +36,7 @@ from awscrt.checksums import crc64nvme
 
 from bench.measure import Result
 from bench.places import tmpfs
+from bench.ports import free_ports
 from gateway.auth.canonical import canonical_request, string_to_sign
 from gateway.auth.sigv4 import signing_key
 from gateway.protocol.request import Request
@@ -183,7 +184,7 @@ def _sides() -> Iterator[Sides]:
 
 @contextmanager
 def _nginx(home: Path, root: Path) -> Iterator[str]:
-    port = _free_port()
+    [port] = free_ports(1)
     (home / "nginx.conf").write_text(_NGINX.format(home=home, port=port, root=root))
     command = ["nginx", "-c", str(home / "nginx.conf"), "-g", f"user {_user()};"]
     with _process(command, {}, lambda _: _answers(port)):
@@ -232,12 +233,6 @@ def _process(command: list[str], files: dict[str, Path], ready: Callable[[str], 
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
 
 
 def _answers(port: int) -> str:
