@@ -99,6 +99,8 @@ MAX_COPIED_BLOCKS: Final = 4_096
 """Blocks ordered in one sweep: at 1 MiB each 140 MB/s, 1 % of 100 Gbit."""
 MAX_COPY_ORDERS: Final = 256
 """Orders that are open, of all nodes."""
+MAX_COOL_ORDERS: Final = 64
+"""Of those to let a copy go, beside them."""
 COPY_ORDER_S: Final = 90.0
 """How long an order is open: a node asks ten times in it."""
 COPY_BACKOFF_S: Final = 60.0
@@ -112,7 +114,7 @@ MAX_ORDERS_INTERVAL_S: Final = 60.0
 ORDERS_WAIT_S: Final = 5.0
 """How long the answer may take."""
 MAX_ORDERS_BYTES: Final = 8 * MIB
-"""The answer: MAX_COPY_ORDERS of MAX_ORDER_BLOCKS hashes, 36 characters each, are 4.5 MiB."""
+"""The answer: MAX_COPY_ORDERS and MAX_COOL_ORDERS of MAX_ORDER_BLOCKS hashes, 36 characters each, are 5.6 MiB."""
 MAX_METRICS_BYTES: Final = 4 * MIB
 """One answer of an engine's `/metrics`: vLLM's takes about 50 KiB."""
 PROBE_WAIT_S: Final = 2.0

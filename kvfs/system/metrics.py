@@ -223,6 +223,7 @@ _PARTS: Final[dict[str, list[tuple[str, str, str]]]] = {
         ("orders_done", "orders_done_total", "Orders of the Conductor whose blocks are all here."),
         ("orders_failed", "orders_failed_total", "Orders that were refused, or of which blocks are missing."),
         ("ordered_blocks", "ordered_blocks_total", "Blocks of those, as many as are here."),
+        ("cooled_blocks", "cooled_blocks_total", "Copies that are to go next by order, since they cooled."),
         ("order_answers_failed", "order_answers_failed_total", "Times that the Conductor did not answer."),
         ("tasks_running", "tasks", "Tasks under way that bring blocks to other machines."),
         ("task_blocks", "task_blocks_total", "Blocks that tasks have brought there, or found there."),

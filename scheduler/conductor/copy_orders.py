@@ -2,7 +2,8 @@
 
 Responsibility: the heat of runs of blocks that requests wanted, every limits.COPY_SWEEP_S orders to copy the hottest to
 nodes that lack them, what became of each order, and pauses for nodes that do not carry theirs out. A node asks for its
-orders when it likes (`tiers.remote.order_poller`); its own events say that they are carried out.
+orders when it likes (`tiers.remote.order_poller`); its own events say that they are carried out. What was copied and
+has cooled goes by `cool_orders`.
 
 Invariants:
 - A decision waits for none of this: it leaves its prompt in a queue, of which a tick takes a few. Runs, queue and open
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -39,6 +41,7 @@ from kvfs.limits import (
     MAX_ORDER_BLOCKS,
 )
 from kvfs.system.pauses import Pause
+from scheduler.conductor.cool_orders import CoolOrders, in_hex
 from scheduler.conductor.pool import Pool
 from scheduler.conductor.registry import Registry
 from scheduler.conductor.sources import StreamName
@@ -76,8 +79,8 @@ class CopyOrder(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Return the order as JSON values, as nodes read it."""
-        hashes = [self.hashes[at : at + HASH_BYTES].hex() for at in range(0, len(self.hashes), HASH_BYTES)]
-        return {"id": self.id, "peer": self.peer, "namespace": self.namespace.hex(), "hashes": hashes}
+        namespace = self.namespace.hex()
+        return {"id": self.id, "peer": self.peer, "namespace": namespace, "hashes": in_hex(self.hashes)}
 
 
 def _backoff() -> Pause:
@@ -94,6 +97,7 @@ class CopyOrders:
         self._runs: OrderedDict[int, tuple[Pool, bytes]] = OrderedDict()
         """By the last block of a run, its hashes; the one that was wanted last is last."""
         self._open: dict[str, CopyOrder] = {}
+        self._cool = CoolOrders(next_id)
         self._backoffs: dict[StreamName, Pause] = {}
         self._sweep_s = float("-inf")
         self.counts: Counter[str] = Counter()
@@ -104,15 +108,18 @@ class CopyOrders:
             self.counts["prompts_passed_over"] += 1
         self._wanted.append(Wanted(pool, slot, hashes))
 
-    def for_store(self, topic: str) -> list[dict[str, Any]]:
-        """Return the open orders of the store that publishes under a topic. Raises NotFound."""
+    def for_store(self, topic: str) -> dict[str, list[dict[str, Any]]]:
+        """Return the open orders of the store that publishes under a topic: to copy blocks, and to let them go. Raises
+        NotFound."""
         if self._registry.users_of(StreamName(topic, 0)) == []:
             raise NotFound(f"store {topic[:MAX_NAME_BYTES]!r}: no instance is registered with it")
-        return [order.as_json() for order in self._open.values() if order.target.topic == topic]
+        copies = [order.as_json() for order in self._open.values() if order.target.topic == topic]
+        return {"orders": copies, "cool": self._cool.for_store(topic)}
 
     def status(self) -> dict[str, Any]:
         """Return counts as JSON values."""
-        return {"runs": len(self._runs), "open": len(self._open), "counts": dict(self.counts)}
+        counts = {**self.counts, **self._cool.counts}
+        return {"runs": len(self._runs), "open": len(self._open), "counts": counts}
 
     # --- heat ---------------------------------------------------------------------------------------------
     def tick(self, now_s: float) -> None:
@@ -152,10 +159,13 @@ class CopyOrders:
     # --- orders -------------------------------------------------------------------------------------------
     def _sweep(self, now_s: float) -> None:
         self._end_orders(now_s)
+        self._cool.expire(now_s)
         left = MAX_COPIED_BLOCKS
         for pool in self._registry.pools():
             if pool.namespace.tensor_shards * pool.namespace.pipeline_shards == 1:
-                left -= self._order(pool, sorted(_nodes(pool, now_s).values(), key=_busy_s), left, now_s)
+                nodes = sorted(_nodes(pool, now_s).values(), key=_busy_s)
+                left -= self._order(pool, nodes, left, now_s)
+                self._cool.sweep(pool.namespace.digest, partial(self._holders, nodes), self._heat, now_s)
 
     def _end_orders(self, now_s: float) -> None:
         """End the orders that were carried out, and those whose time is up, whose nodes get none for a while."""
@@ -170,6 +180,7 @@ class CopyOrders:
                 self._backoffs[order.target] = _backoff()
                 self.counts["carried_out"] += 1
                 self.counts["copied_blocks"] += blocks
+                self._cool.copied(order.namespace, order.hashes, order.target)
             elif now_s >= order.expires_s:
                 if backoff.is_over(now_s):
                     backoff.failed(now_s)
@@ -177,6 +188,11 @@ class CopyOrders:
             else:
                 continue
             del self._open[order.id]
+
+    def _holders(self, nodes: Sequence[Node], hashes: bytes) -> list[StreamName]:
+        depths = self._index.depths(hashes, [node.mask for node in nodes])
+        held = zip(nodes, depths, strict=True)
+        return [node.stream for node, depth in held if depth * HASH_BYTES == len(hashes)]
 
     def _held(self, hashes: bytes, mask: int) -> int:
         return self._index.depths(hashes, [mask])[0]

@@ -145,6 +145,11 @@ def keeps_copy(heat: float, copies: int, copy_heat: float) -> bool:
     return heat >= copy_heat * copies
 
 
+def is_cold(heat: float, copies: int, copy_heat: float) -> bool:
+    """Return whether one of so many copies should go: the heat is below half of what those beyond the first take."""
+    return heat < copy_heat * (copies - 1) / 2
+
+
 def taker(oldest: Sequence[int], used: int) -> int | None:
     """Return the source that takes a last copy that another evicts: the one whose own next victim was used the longest
     ago, and before that copy; None where there is none.
@@ -173,7 +178,7 @@ def replicate(blocks: Iterable[BlockHeat], targets: Iterable[int], copy_heat: fl
                 lowest = (holders & -holders).bit_length() - 1
                 source = next((place for place in places if holders >> place & 1), lowest)
                 orders.append(Copy(block, source, target))
-        elif heat < copy_heat * (copies - 1) / 2:
+        elif is_cold(heat, copies, copy_heat):
             orders.append(Demotion(block, holders.bit_length() - 1))
     return orders
 

@@ -58,6 +58,9 @@ class IntKeys:
     def touch(self, key: int, now: float) -> None:
         self.policy.touch(packed(key), now)
 
+    def cool(self, key: int) -> None:
+        self.policy.cool(packed(key))
+
     def remove(self, key: int) -> None:
         self.policy.remove(packed(key))
 

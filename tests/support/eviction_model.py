@@ -9,6 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tiers.eviction.policy import EvictionPolicy
 
+COOLED = 1 << 40
+"""More than the uses of any run: what was cooled goes before the rest."""
+
 
 @dataclass
 class Known:
@@ -35,6 +38,14 @@ class Model:
         self.uses += 1
         group = self.keys[key].group
         self.used[key if group is None else group] = self.uses
+
+    def cool(self, key: int) -> None:
+        self.use(key)
+        group = self.keys[key].group
+        self.used[key if group is None else group] -= COOLED
+
+    def is_cool(self, unit: list[int]) -> bool:
+        return self.last_use(unit[0]) < 0
 
     def last_use(self, key: int) -> int:
         group = self.keys[key].group
@@ -78,7 +89,8 @@ wanted = st.integers(0, 60)
 
 
 class EvictionAgainstModel(RuleBasedStateMachine):
-    """Subclasses name the policy. One that `goes_by_last_use` must choose as the model does, others any legal unit."""
+    """Subclasses name the policy. One that `goes_by_last_use` must choose as the model does, others what
+    was cooled, and then any legal unit."""
 
     goes_by_last_use = True
 
@@ -141,6 +153,12 @@ class EvictionAgainstModel(RuleBasedStateMachine):
             self.touch_key(key)
 
     @rule(data=st.data())
+    def cool(self, data: st.DataObject) -> None:
+        if (key := self.choose(data)) is not None:
+            self.policy.cool(key)
+            self.model.cool(key)
+
+    @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         if (key := self.choose(data)) is not None:
             self.remove_key(key)
@@ -154,8 +172,10 @@ class EvictionAgainstModel(RuleBasedStateMachine):
     def check(self, unit: list[int], gone: set[int]) -> None:
         assert not gone & set(unit)
         assert self.model.may_go(unit, gone)
-        if self.goes_by_last_use:
-            assert set(unit) == set(self.model.next_victim(gone) or [])
+        first = self.model.next_victim(gone)
+        assert first is not None
+        if self.goes_by_last_use or self.model.is_cool(first):
+            assert set(unit) == set(first)
 
     @rule(bytes_needed=wanted, evicted=st.integers(0, 5))
     def plan_then_evict(self, bytes_needed: int, evicted: int) -> None:
@@ -181,7 +201,9 @@ class EvictionAgainstModel(RuleBasedStateMachine):
             bytes_needed -= self.model.bytes_of(unit)
             gone.update(unit)
             what = data.draw(
-                st.sampled_from(["evict", "evict", "keep", "touch", "touch another", "insert", "stop"])
+                st.sampled_from(
+                    ["evict", "evict", "keep", "touch", "touch another", "cool another", "insert", "stop"]
+                )
             )
             if what == "evict":
                 for key in unit:
@@ -192,6 +214,9 @@ class EvictionAgainstModel(RuleBasedStateMachine):
             elif what == "touch another" and (other := self.choose(data)) is not None:
                 gone.difference_update(self.model.unit(other))
                 self.touch_key(other)
+            elif what == "cool another" and (other := self.choose(data)) is not None:
+                self.policy.cool(other)
+                self.model.cool(other)
             elif what == "insert":
                 key = data.draw(keys)
                 self.insert_key(key, 1, data.draw(st.none() | keys), False, None)

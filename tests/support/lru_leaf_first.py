@@ -25,6 +25,7 @@ from typing import Generic, TypeVar
 from kvfs.errors import InvalidRequest, NotFound
 
 K = TypeVar("K", bound=Hashable)
+COOLED_AGE = 1 << 31
 
 
 class _Place(Enum):
@@ -141,6 +142,16 @@ class LruLeafFirst(Generic[K]):
     def touch(self, key: K, now: float) -> None:
         self._use(self._entry(key).unit)
 
+    def cool(self, key: K) -> None:
+        unit = self._entry(key).unit
+        self._stamp += 1
+        unit.stamp = self._stamp - COOLED_AGE
+        if unit.place is _Place.CLAIMED:
+            return
+        self._order.pop(unit, None)
+        unit.place = _Place.PARKED
+        self._wake(unit)
+
     def remove(self, key: K) -> None:
         entry = self._entry(key)
         unit, group = entry.unit, entry.group
@@ -203,8 +214,10 @@ class LruLeafFirst(Generic[K]):
     def _oldest(self) -> _Unit[K] | None:
         """Take the unit of the oldest use off the order; what waits in `_ready` is older than the rest."""
         while self._ready:
-            _, unit = heappop(self._ready)
-            if unit.place is _Place.READY:  # else it was touched or removed since
+            stamp, unit = heappop(self._ready)
+            if (
+                unit.place is _Place.READY and unit.stamp == stamp
+            ):  # else it was touched, cooled or removed since
                 return unit
         return self._order.popitem(last=False)[0] if self._order else None
 

@@ -45,6 +45,10 @@ class EvictionPolicy(Protocol[K]):
         """Note a use. Raises NotFound."""
         ...
 
+    def cool(self, key: K) -> None:
+        """Have `key` go next, as if its last use were before all others, until it is used. Raises NotFound."""
+        ...
+
     def remove(self, key: K) -> None:
         """Stop counting `key`. Raises NotFound."""
         ...

@@ -1,11 +1,12 @@
-"""A Conductor's orders to fetch hot blocks from peers, carried out at this node's own pace.
+"""A Conductor's orders to fetch hot blocks from peers, and to let copies go, carried out at this node's own pace.
 
-Responsibility: ask for the orders of this node again and again, and have the blocks fetched behind urgent reads.
+Responsibility: ask for the orders of this node again and again, have the blocks fetched behind urgent reads, and copies
+that have cooled evicted next.
 
 Invariants:
 - An order reaches only what a client of this node could: a peer of the settings or a member of the directory, a
   namespace that has a bucket here, charged to the bucket's owner. It can add cache blocks, whose bytes are verified,
-  and nothing else.
+  and have those of a cache go before others where there is no room, and nothing else.
 - One order is carried out at a time. One whose blocks did not all come is tried again when it is named again, each time
   after a longer pause.
 - A Conductor that does not answer is asked less and less often; nothing else here waits for it.
@@ -58,10 +59,19 @@ class Order(msgspec.Struct, frozen=True):
     hashes: list[str]
 
 
+class CoolOrder(msgspec.Struct, frozen=True):
+    """Names blocks that others have, too, and that this node is to evict next."""
+
+    id: str
+    namespace: str
+    hashes: list[str]
+
+
 class Orders(msgspec.Struct, frozen=True):
     """Holds the answer of a Conductor that was asked for orders."""
 
     orders: list[Order]
+    cool: list[CoolOrder] = []
 
 
 class OrderPoller:
@@ -74,12 +84,14 @@ class OrderPoller:
         self._store, self._cluster = store, cluster
         self._tried: OrderedDict[str, Pause] = OrderedDict()
         """By order, when it is tried again."""
+        self._cooled: OrderedDict[str, None] = OrderedDict()
+        """Orders that were carried out: a second time would let go what was used since."""
         self._fault = ""
         self.counts: Counter[str] = Counter()
 
     def status(self) -> dict[str, int]:
         """Return counts as JSON values."""
-        names = ("orders_done", "orders_failed", "ordered_blocks", "order_answers_failed")
+        names = ("orders_done", "orders_failed", "ordered_blocks", "cooled_blocks", "order_answers_failed")
         return {name: self.counts[name] for name in names}
 
     async def run(self) -> None:
@@ -106,17 +118,19 @@ class OrderPoller:
                 log.warning("%s: %s", self._url, error)
             return False
         self._fault = ""
-        for order in found[: limits.MAX_COPY_ORDERS]:
+        for cooling in found.cool[: limits.MAX_COOL_ORDERS]:
+            self._cool(cooling)
+        for order in found.orders[: limits.MAX_COPY_ORDERS]:
             pause = self._tried.get(order.id) or Pause(limits.ORDERS_INTERVAL_S, limits.COPY_ORDER_S)
             if pause.is_over(trio.current_time()):
                 await self._carry_out(order, pause)
         return True
 
-    async def _ask(self) -> list[Order]:
+    async def _ask(self) -> Orders:
         with trio.move_on_after(limits.ORDERS_WAIT_S):
             text = await get(self._url, limits.MAX_ORDERS_BYTES, self._headers)
             try:
-                return msgspec.json.decode(text, type=Orders).orders
+                return msgspec.json.decode(text, type=Orders)
             except msgspec.MsgspecError as error:
                 raise GetFailed(f"no orders: {error}") from None
         raise GetFailed(f"no answer in {limits.ORDERS_WAIT_S} s")
@@ -141,6 +155,29 @@ class OrderPoller:
 
     async def _fetch(self, order: Order) -> int:
         """Fetch an order's blocks; return how many are here then. Raises KvfsError."""
+        bucket, digests = self._named(order)
+        return await self._cluster.fetch(bucket, digests, uid=bucket.uid, hint=order.peer, urgent=False)
+
+    def _cool(self, order: CoolOrder) -> None:
+        """Have an order's blocks evicted next, once."""
+        if order.id in self._cooled:
+            return
+        self._cooled[order.id] = None
+        while len(self._cooled) > limits.MAX_COPY_ORDERS:
+            self._cooled.popitem(last=False)
+        try:
+            bucket, digests = self._named(order)
+        except KvfsError as error:
+            log.info("order %r: %s", order.id[: limits.MAX_NAME_BYTES], error)
+            return
+        for digest in digests:
+            block = self._store.catalog.blocks.get(digest)
+            if block is not None and block.bucket == bucket.name:
+                self._store.cool(digest)
+                self.counts["cooled_blocks"] += 1
+
+    def _named(self, order: Order | CoolOrder) -> tuple[Bucket, list[bytes]]:
+        """Return the cache that is bound to an order's namespace, and the blocks. Raises InvalidRequest."""
         try:
             namespace, digests = bytes.fromhex(order.namespace), list(map(bytes.fromhex, order.hashes))
         except ValueError:
@@ -151,4 +188,4 @@ class OrderPoller:
         bucket = min(bound, key=lambda each: each.durable, default=None)
         if bucket is None or bucket.durable:
             raise InvalidRequest("no cache here has this namespace")
-        return await self._cluster.fetch(bucket, digests, uid=bucket.uid, hint=order.peer, urgent=False)
+        return bucket, digests

@@ -137,6 +137,11 @@ class Residency:
         if digest in self._policy:
             self._policy.touch(digest, time.monotonic())
 
+    def cool(self, digest: bytes) -> None:
+        """Have the policy evict an object of DRAM next, unless it is used before."""
+        if digest in self._policy:
+            self._policy.cool(digest)
+
     def pin(self, digest: bytes, pinned: bool) -> None:
         """Have the policy keep an object of DRAM, or evict it again."""
         if digest in self._policy:

@@ -102,7 +102,7 @@ class Store:
 
     def _bind_residency(self, residency: Residency, drafts: Drafts, placement: Placement) -> None:
         self.evict, self.make_room = residency.evict, residency.make_room
-        self.note_reader = residency.note_reader
+        self.note_reader, self.cool = residency.note_reader, residency.cool
         self.cold_name, self.is_large = residency.cold_name, residency.is_large
         self.reserve, self.prepare, self.grant = drafts.reserve, drafts.prepare, drafts.grant
         self.promise, self.open_draft, self.abort = drafts.promise, drafts.open, drafts.abort

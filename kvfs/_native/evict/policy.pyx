@@ -37,6 +37,7 @@ cdef extern from "evict/policy_core.h" nogil:
     int kvfs_policy_insert(kvfs_policy *p, const uint8_t *key, uint64_t size_bytes, const uint8_t *parent,
                            const uint8_t *group, int pinned)
     int kvfs_policy_touch(kvfs_policy *p, const uint8_t *key)
+    int kvfs_policy_cool(kvfs_policy *p, const uint8_t *key)
     int kvfs_policy_remove(kvfs_policy *p, const uint8_t *key)
     int kvfs_policy_pin(kvfs_policy *p, const uint8_t *key, int pinned)
     int kvfs_policy_has(const kvfs_policy *p, const uint8_t *key)
@@ -112,6 +113,10 @@ cdef class Policy:
     def touch(self, bytes key not None, double now):
         check_key(key)
         self._check(kvfs_policy_touch(self._p, pointer(key)), key)
+
+    def cool(self, bytes key not None):
+        check_key(key)
+        self._check(kvfs_policy_cool(self._p, pointer(key)), key)
 
     def remove(self, bytes key not None):
         check_key(key)

@@ -13,6 +13,7 @@
  * - `children` counts present, unclaimed keys that name a node as parent; a group's is the sum of its members'.
  * - A node that a claimed unit may name stays until no unit is claimed (RETIRED).
  * - The heap may hold stale pairs: one is valid while its unit is READY with that stamp.
+ * - A unit that was cooled is READY, PARKED or CLAIMED with a stamp of COOLED_AGE ago, until it is used.
  *
  * Costs: O(1) amortised for each call, plus O(log r) where r parents wait in `ready`; 52 bytes for a node, 2 to 4 for
  * its bucket, a thirty-second of the nodes as room, 3 to 11 for the memory, 2 for its share of a sample, 8 to 13 for
@@ -517,6 +518,33 @@ int kvfs_policy_insert(struct kvfs_policy *p, const uint8_t *key, uint64_t size_
 int kvfs_policy_touch(struct kvfs_policy *p, const uint8_t *key) {
     uint32_t i = find(p, key);
     return i == NONE ? -ENOENT : use(p, unit_of(p, i), true);
+}
+
+/* The clock goes on by one that is no use. */
+static void tick(struct kvfs_policy *p) {
+    uint32_t before = p->clock++;
+    if (!p->learner) return;
+    kvfs_shadow_reach(&p->learner->shadow, p->clock);
+    kvfs_lists_age(&p->within, before, p->clock);
+    kvfs_lists_age(&p->beyond, before, p->clock);
+}
+
+int kvfs_policy_cool(struct kvfs_policy *p, const uint8_t *key) {
+    uint32_t i = find(p, key);
+    if (i == NONE) return -ENOENT;
+    uint32_t unit = unit_of(p, i);
+    struct node *n = &p->nodes[unit];
+    int rc = 0;
+    place_before_removal(p, unit, &rc);
+    if (rc) return rc;
+    tick(p);
+    kvfs_policy_unlist(p, unit);
+    note_gone(p, unit, false); /* last use would hold it, and says nothing of a copy that is not worth its room */
+    n->link.stamp = p->clock - COOLED_AGE;
+    if (n->link.place == CLAIMED) return 0; /* it comes back by its stamp */
+    if (!is_kept(n)) return make_ready(p, unit);
+    n->link.place = PARKED;
+    return 0;
 }
 
 int kvfs_policy_pin(struct kvfs_policy *p, const uint8_t *key, int pinned) {

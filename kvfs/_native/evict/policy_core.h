@@ -19,6 +19,7 @@ void kvfs_policy_free(struct kvfs_policy *p);
 int kvfs_policy_insert(struct kvfs_policy *p, const uint8_t *key, uint64_t size_bytes, const uint8_t *parent,
                        const uint8_t *group, int pinned);
 int kvfs_policy_touch(struct kvfs_policy *p, const uint8_t *key);
+int kvfs_policy_cool(struct kvfs_policy *p, const uint8_t *key);
 int kvfs_policy_remove(struct kvfs_policy *p, const uint8_t *key);
 int kvfs_policy_pin(struct kvfs_policy *p, const uint8_t *key, int pinned);
 int kvfs_policy_has(const struct kvfs_policy *p, const uint8_t *key);

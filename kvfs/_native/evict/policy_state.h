@@ -189,6 +189,13 @@ static inline uint64_t kvfs_mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
+/* Of a unit's last use from when it is cooled on: half of the clock, beyond whatever a cache holds by use. */
+#define COOLED_AGE (1u << 31)
+
+static inline bool is_cooled(const struct kvfs_policy *p, const struct node *n) {
+    return p->clock - n->link.stamp >= COOLED_AGE;
+}
+
 static inline uint32_t parent_of(const struct node *n) { return n->link.flags & (MEMBER | GROUP) ? NONE : n->owner; }
 
 uint64_t kvfs_node_hash(const struct node *n);

@@ -133,7 +133,8 @@ static void place_blocks(struct kvfs_policy *p, uint32_t from, uint32_t fresh) {
         stamp++;
         if (i >= fresh) {
             kvfs_learner_use(p->learner, (uint32_t)kvfs_node_hash(n), class, stamp);
-            kvfs_shadow_use(&p->learner->shadow, (uint32_t)kvfs_node_hash(n), n->link.stamp, stamp);
+            const uint32_t before = is_cooled(p, n) ? 0 : n->link.stamp;
+            kvfs_shadow_use(&p->learner->shadow, (uint32_t)kvfs_node_hash(n), before, stamp);
         } else {
             kvfs_learner_reclass(p->learner, (uint32_t)kvfs_node_hash(n), class);
             if (n->link.place != LISTED) /* parked or claimed: it comes back by its stamp */

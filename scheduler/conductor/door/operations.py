@@ -237,7 +237,7 @@ def _orders(context: Context, topic: str, _: object) -> Reply:
     copies = context.conductor.copies
     if copies is None:
         raise NotFound("this Conductor orders no copies: [conductor] copies is false")
-    return Reply(200, {"orders": copies.for_store(topic)})
+    return Reply(200, copies.for_store(topic))
 
 
 def _status(context: Context, _: str, __: object) -> Reply:

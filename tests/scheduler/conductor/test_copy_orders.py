@@ -24,6 +24,7 @@ from kvfs.limits import (
 from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.sources import StreamName
 from scheduler.conductor.values import Instance, Routed, RouteRequest
+from scheduler.routing.replication import HALF_LIFE_S
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Clock, asking, conductor, instance, serving
 from tests.support.machines import machines, onto_nvme
 from tests.support.stores import NAMESPACE as STORED
@@ -65,7 +66,12 @@ def sweep(made: Conductor, clock: Clock) -> dict[str, int]:
 
 def orders(made: Conductor, n: int) -> list[dict[str, Any]]:
     assert made.copies is not None
-    return made.copies.for_store(f"node-{n}")
+    return made.copies.for_store(f"node-{n}")["orders"]
+
+
+def cooled(made: Conductor, n: int) -> list[dict[str, Any]]:
+    assert made.copies is not None
+    return made.copies.for_store(f"node-{n}")["cool"]
 
 
 def hot(clock: Clock, count: int = 3, **changes: Any) -> Conductor:
@@ -154,6 +160,51 @@ def test_long_prefixes_are_several_orders_and_what_is_kept_is_bounded() -> None:
         made.copies.for_store("nobody")
 
 
+def copied(clock: Clock) -> tuple[Conductor, int]:
+    """Return a Conductor that had a hot prefix copied, and the node that has the copy."""
+    made = hot(clock)
+    sweep(made, clock)
+    [target] = [n for n in (1, 2) if orders(made, n)]
+    holds(made, target, SYSTEM)
+    assert sweep(made, clock)["carried_out"] == 1
+    return made, target
+
+
+def test_a_copy_that_has_cooled_is_to_go_once_and_the_block_that_was_there_stays() -> None:
+    clock = Clock()
+    made, target = copied(clock)
+    assert cooled(made, target) == []
+    clock.now_s += 3 * HALF_LIFE_S
+    counts = sweep(made, clock)
+    assert (counts["cooled"], counts["cooled_blocks"]) == (1, len(SYSTEM))
+    [order] = cooled(made, target)
+    assert order["hashes"] == [each.hex() for each in SYSTEM]
+    assert order["namespace"] == NAMESPACE.digest.hex()
+    assert [cooled(made, n) for n in range(3) if n != target] == [[], []]
+    assert sweep(made, clock)["cooled"] == 1
+    clock.now_s += COPY_ORDER_S
+    assert sweep(made, clock)["cooled"] == 1
+    assert cooled(made, target) == []
+
+
+def test_a_copy_that_is_wanted_or_the_last_one_stays() -> None:
+    clock = Clock()
+    made, target = copied(clock)
+    for _ in range(4):
+        clock.now_s += HALF_LIFE_S / 3
+        for _ in range(8):
+            ask(made, SYSTEM)
+        assert "cooled" not in sweep(made, clock)
+    first = made.registry.stream(StreamName("node-0", 0))
+    assert first is not None
+    made.registry.removed(first, CPU, b"".join(SYSTEM))
+    clock.now_s += 10 * HALF_LIFE_S
+    assert "cooled" not in sweep(made, clock)
+    holds(made, 0, SYSTEM)
+    assert sweep(made, clock)["cooled"] == 1
+    assert len(cooled(made, target)) == 1
+
+
 async def test_two_machines_carry_out_what_a_conductor_orders(tmp_path: Path) -> None:
     """The Conductor answers over HTTP, and bytes come over TCP."""
     token = "a token of the test"
@@ -183,6 +234,7 @@ async def test_two_machines_carry_out_what_a_conductor_orders(tmp_path: Path) ->
             "orders_done": 1,
             "orders_failed": 0,
             "ordered_blocks": 20,
+            "cooled_blocks": 0,
             "order_answers_failed": 0,
         }
         assert [second.read(each) for each in digests] == [first.read(each) for each in digests]
@@ -210,7 +262,7 @@ async def test_orders_that_are_none_and_conductors_that_do_not_answer_change_not
             {**wrong, "id": "4", "peer": "10.9.9.9:1", "hashes": whole},
             {**wrong, "id": "5", "hashes": [*whole[:2], "ff" * 16]},
         ]
-        service.conductor.copies.for_store = lambda topic: given  # type: ignore[method-assign]
+        service.conductor.copies.for_store = lambda topic: {"orders": given}  # type: ignore[method-assign]
         assert await poller.look()
         assert (poller.counts["orders_failed"], poller.counts["ordered_blocks"]) == (5, 2)
         assert (second.drafts(), second.read(digests[2])) == (0, None)
@@ -232,13 +284,36 @@ async def test_an_order_adds_blocks_to_a_cache_and_none_to_a_durable_bucket(tmp_
         assert service.conductor.copies is not None
         hashes = [each.hex() for each in digests]
         order = {"id": "1", "peer": first.address, "namespace": STORED.digest.hex(), "hashes": hashes}
-        service.conductor.copies.for_store = lambda topic: [order]  # type: ignore[method-assign]
+        service.conductor.copies.for_store = lambda topic: {"orders": [order]}  # type: ignore[method-assign]
         assert await poller.look()
         assert (poller.counts["orders_failed"], second.read(digests[0])) == (1, None)
         second.store.create_bucket(b"zcache", uid=0, gid=0, namespace=STORED)
         order["id"] = "2"
         assert await poller.look()
         assert (poller.counts["orders_done"], poller.counts["ordered_blocks"]) == (1, 3)
+
+
+async def test_blocks_that_have_cooled_go_first_unless_they_are_used_again(tmp_path: Path) -> None:
+    async with machines(tmp_path, 1) as [machine], serving(copies=True) as (service, addresses):
+        old, new = machine.put(range(1, 4)), machine.put(range(11, 14))
+        poller = OrderPoller(settings_of(addresses.http), machine.store, machine.cluster)
+        service.conductor.registry.add(node(1))
+        assert service.conductor.copies is not None
+        order = {"id": "1", "namespace": STORED.digest.hex(), "hashes": [each.hex() for each in new]}
+        wrong = {**order, "id": "2", "namespace": "00" * 16}
+        unknown = {**order, "id": "3", "hashes": ["ff" * 16]}
+        answer = {"orders": [], "cool": [order, wrong, unknown]}
+        service.conductor.copies.for_store = lambda topic: answer  # type: ignore[method-assign]
+        assert await poller.look()
+        assert poller.status()["cooled_blocks"] == 3
+        machine.store.evict(4096)
+        assert [machine.read(each) is None for each in (*old, *new)] == [False] * 5 + [True]
+        for digest in new[:2]:
+            machine.store.touch(machine.store.lookup_block(digest).key)
+        assert await poller.look()
+        assert poller.status()["cooled_blocks"] == 3, "an order is carried out once"
+        machine.store.evict(3 * 4096)
+        assert [machine.read(each) is None for each in (*old, *new)] == [True] * 3 + [False] * 2 + [True]
 
 
 def settings_of(url: str, **more: Any) -> ClusterSettings:
