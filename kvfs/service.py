@@ -344,9 +344,9 @@ async def _serve(
     started: Callable[[Running], None],
 ) -> None:
     """Serve all doors over the store, until the stop."""
-    mount = _make_mount(settings, store)
-    scrub = Scrub(store, settings.nvme.scrub_rate)
     cluster = make_cluster(settings.cluster, store)
+    mount = _make_mount(settings, store, cluster)
+    scrub = Scrub(store, settings.nvme.scrub_rate)
     pools = open_pools(settings, store)
     sessions = _session_server(settings, store, mount, scrub, events, cluster, pools)
     async with trio.open_nursery() as upkeep:
@@ -379,7 +379,7 @@ async def _serve(
         raise mount.failure
 
 
-def _make_mount(settings: Settings, store: Store) -> Served:
+def _make_mount(settings: Settings, store: Store, cluster: RunningCluster | None) -> Served:
     if settings.mountpoint is None:
         return NoMount()
     return load_mount()(
@@ -388,6 +388,7 @@ def _make_mount(settings: Settings, store: Store) -> Served:
         mode=settings.mount.mode,
         socket_path=settings.socket_path,
         allow_other=settings.mount.allow_other,
+        others=cluster if settings.cluster.mount_fetches else None,
     )
 
 

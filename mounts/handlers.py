@@ -64,7 +64,13 @@ class Operations(pyfuse3.Operations):
     async def lookup(
         self, parent_inode: pyfuse3.InodeT, name: pyfuse3.FileNameT, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        node = await self.opener.look_again(self.view.directory(parent_inode), name, pid=ctx.pid)
+        parent = self.view.directory(parent_inode)
+        node = await self.opener.look_again(parent, name, pid=ctx.pid)
+        if node is None:
+            asked = self.view.fetches.ask(parent, name, uid=ctx.uid, gid=ctx.gid, pid=ctx.pid)
+            if asked is not None:
+                await asked.wait()
+                node = await self.opener.look_again(self.view.directory(parent_inode), name, pid=ctx.pid)
         if node is None:
             raise pyfuse3.FUSEError(errno.ENOENT)
         entry = self.view.attributes(node)

@@ -33,6 +33,7 @@ from mounts.handlers import Operations
 from mounts.kernel.backing import PlainBackings
 from mounts.kernel.call_queue import LoopCalls, NoCalls
 from mounts.mount_point import SOURCE, check_device, mount_by_helper, mount_directly, unmount
+from mounts.tree.fetches import BlockSource
 from mounts.tree.handles import OpenFiles
 from mounts.tree.opener import FileOpener
 from mounts.tree.spare_drafts import SpareDrafts
@@ -59,13 +60,16 @@ class Mount:
         mode: str = "auto",
         socket_path: Path | None = None,
         allow_other: bool = True,
+        others: BlockSource | None = None,
     ) -> None:
+        """Prepare a mount; `others` are asked for blocks that are not here, None: nobody is."""
         if mode not in MODES:
             raise ConfigError(f"mount mode {mode!r}: one of {', '.join(MODES)}")
         self._store = store
         self._wanted = mode
         self._socket_path = socket_path
         self._allow_other = allow_other
+        self._others = others
         self.mountpoint = mountpoint.absolute()
         self.mode = "plain" if mode == "plain" else "native"
         self.limits: list[str] = []
@@ -131,7 +135,7 @@ class Mount:
             unresolved_names=limits.MAX_UNRESOLVED_NAMES,
         )
         calls = LoopCalls(loop)
-        view = View(self._store, loop, calls, self._socket_path)
+        view = View(self._store, loop, calls, self._socket_path, self._others)
         changes, files = StoreChanges(view), OpenFiles(view)
         opener, spares = FileOpener(view, files), SpareDrafts(loop, view, files)
         server = CallServer(loop, calls, changes, files, opener, spares, view, self.latencies)
@@ -189,7 +193,7 @@ class Mount:
     async def _serve_plain(self, task_status: trio.TaskStatus[None]) -> None:
         self.mode = "plain"
         backings = PlainBackings()
-        view = View(self._store, backings, NoCalls(), self._socket_path)
+        view = View(self._store, backings, NoCalls(), self._socket_path, self._others)
         options = set(pyfuse3.default_options) | {f"fsname={SOURCE}", "subtype=kvfs"}
         if self._allow_other and os.geteuid() == 0:
             options.add("allow_other")
@@ -225,7 +229,7 @@ class Mount:
     ) -> None:
         view.drafts.publisher.run_in(nursery)
         view.retries.run_in(nursery)
-        with self._attached(view, changes):
+        with self._attached(view, changes), view.fetches.running_in(nursery):
             nursery.start_soon(self._keep_headroom, view)
             async with trio.open_nursery() as answering:
                 answering.start_soon(self._answer)

@@ -33,6 +33,7 @@ from mounts.kernel.call_queue import LoopCalls
 from mounts.kernel.errnos import errno_of
 from mounts.kernel.nodes import Node
 from mounts.tree import name_ops
+from mounts.tree.fetches import Batch
 from mounts.tree.handles import OpenFiles
 from mounts.tree.opener import FileOpener
 from mounts.tree.spare_drafts import SpareDrafts
@@ -181,10 +182,29 @@ class CallServer:
         parent = self._view.directory(call.nodeid)
         if self._view.retries.get(call.pid) is not None:
             self._continue(self._look_again, call, parent)
+            return
+        node = self._view.find(parent, call.name)
+        asked = None if node is not None else self._ask(call, parent)
+        if asked is not None:
+            self._continue(self._look_elsewhere, call, asked)
         else:
-            self._answer_found(call, self._view.find(parent, call.name))
+            self._answer_found(call, node)
 
     async def _look_again(self, call: Call, parent: Node) -> None:
+        node = await self._opener.look_again(parent, call.name, pid=call.pid)
+        asked = None if node is not None else self._ask(call, parent)
+        if asked is not None:
+            await self._look_elsewhere(call, asked)
+        else:
+            self._answer_found(call, node)
+
+    def _ask(self, call: Call, parent: Node) -> Batch | None:
+        return self._view.fetches.ask(parent, call.name, uid=call.uid, gid=call.gid, pid=call.pid)
+
+    async def _look_elsewhere(self, call: Call, asked: Batch) -> None:
+        """Look a name up again once other machines were asked for it, or the mount ends."""
+        await asked.wait()
+        parent = self._view.directory(call.nodeid)
         self._answer_found(call, await self._opener.look_again(parent, call.name, pid=call.pid))
 
     def _answer_found(self, call: Call, node: Node | None) -> None:

@@ -489,6 +489,8 @@ class ClusterSettings(_Section):
 
     match_wait_s: Annotated[float, Field(gt=0, le=MAX_REMOTE_MATCH_S)] = DEFAULT_REMOTE_MATCH_S
     """How long the directory, or all peers, may take to say who has what."""
+    mount_fetches: bool = False
+    """Whether a look-up of a block's path on the mount asks other machines where it is not here."""
     directory: Annotated[SecretStr, AfterValidator(_redis_url)] | None = None
     """`redis://HOST:PORT/DB` of the server that says who has which block. None: all peers are asked."""
     address: Annotated[str, AfterValidator(_host_and_port)] | None = None
@@ -515,6 +517,8 @@ class ClusterSettings(_Section):
             )
         if self.conductor and not self.peers and self.directory is None:
             raise PydanticCustomError("cluster", "conductor needs peers or a directory to fetch from")
+        if self.mount_fetches and not self.peers and self.directory is None:
+            raise PydanticCustomError("cluster", "mount_fetches needs peers or a directory to fetch from")
         if self.directory is not None and self.advertised is not None:
             host, port = host_and_port(self.advertised)
             if host in ("", "0.0.0.0", "::") or port == 0:

@@ -320,6 +320,9 @@ MAX_FUSE_THREADS: Final = 8
 """Threads of the native loop, each with buffers of 2 MiB: all but one may wait for the bytes of files."""
 MAX_FUSE_REQUESTS: Final = 64
 """Requests that Python handles at once; the kernel's own background limit is 12 by default."""
+MAX_MOUNT_FETCHES: Final = 32
+"""Look-ups that wait for blocks of other machines; further ones are misses. Half of MAX_FUSE_REQUESTS: where Python
+handles every request, as many others are answered meanwhile."""
 MAX_NODES: Final = 1 << 24
 """Nodeids have a 24-bit index."""
 KERNEL_CACHE_S: Final = 60

@@ -15,6 +15,7 @@ from kvfs import limits, paths
 from mounts.kernel.backing import Backings
 from mounts.kernel.nodes import Node, NodeTable
 from mounts.tree import readdir
+from mounts.tree.fetches import Fetches
 from tiers.model.objects import Name
 from tiers.store.store import Store
 
@@ -26,6 +27,7 @@ class KnownNames:
     _store: Store
     _nodes: NodeTable
     _backings: Backings
+    _fetches: Fetches
 
     def learn(self, directory: Node) -> None:
         """Give all names of a directory to the native loop, so that it knows which are free."""
@@ -42,6 +44,8 @@ class KnownNames:
         bucket = self._store.bucket(name.bucket)
         if name.key.startswith(b"kv/") and bucket.namespace is not None:
             return  # blocks, whose names are made by their seal
+        if not name.key and self._fetches.covers(bucket):
+            return  # `kv`, which others' blocks are below
         if bucket.durable:
             return  # a draft there is shown before it is opened: its close() waits for the device
         if bucket.large:
@@ -59,6 +63,11 @@ class KnownNames:
             if node.names_known and node.linked:
                 node.names_known = False
                 self._backings.know_names(node.nodeid, 0, b"")
+
+    def bound(self, bucket: Node) -> None:
+        """Note that a bucket may be bound to a namespace by now, so that `kv` leads to blocks of others."""
+        if bucket.names_known and self._fetches.covers(self._store.bucket(bucket.component)):
+            self.unlearn(bucket)
 
     def mark_unresolved(self, name: Name) -> None:
         """Mark a name that something has now of which the kernel does not know."""

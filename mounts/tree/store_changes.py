@@ -53,6 +53,8 @@ class StoreChanges:
             if node is not None and node.draft is None and node.parent is not None:
                 self._view.refresh(node)
                 self._view.refresh_heirs(node)
+                if node.parent is self._nodes.root:
+                    self._view.names.bound(node)
             return
         if node is not None and (
             change.kind is not ChangeKind.SEALED or node.info is None or node.info.key != change.key

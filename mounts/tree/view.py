@@ -30,6 +30,7 @@ from mounts.kernel.call_queue import CallQueue
 from mounts.kernel.nodes import ROOT_ID, Node, NodeTable
 from mounts.kernel.stale_retries import StaleRetries
 from mounts.tree import readdir
+from mounts.tree.fetches import BlockSource, Fetches
 from mounts.tree.known_names import KnownNames
 from mounts.tree.xattrs import ExtendedAttributes
 from tiers.model.objects import Attributes, Directory, Name, ObjectInfo
@@ -42,7 +43,12 @@ class View:
     """One mount's tree; see the module's header."""
 
     def __init__(
-        self, store: Store, backings: Backings, calls: CallQueue, socket: Path | None = None
+        self,
+        store: Store,
+        backings: Backings,
+        calls: CallQueue,
+        socket: Path | None = None,
+        others: BlockSource | None = None,
     ) -> None:
         self.store = store
         self.backings = backings
@@ -50,7 +56,8 @@ class View:
         self.calls = calls
         self.drafts = DraftKeeper(store, self.nodes, backings, calls)
         self.retries = StaleRetries(backings)
-        self.names = KnownNames(store, self.nodes, backings)
+        self.fetches = Fetches(store, self.nodes, others)
+        self.names = KnownNames(store, self.nodes, backings, self.fetches)
         self.xattrs = ExtendedAttributes(store, self.nodes, socket)
         self._started_ns = time.time_ns()
         self.listings = readdir.OpenListings(store, self.nodes, backings, calls)
@@ -69,7 +76,7 @@ class View:
             if not node.linked:
                 name = Name(node.component, b"")
                 return attrs.of_directory(node, Directory(name, node.ino, 0o755, 0, 0, self._started_ns))
-            found = self.store.lookup(self.nodes.name(node))
+            found = self._lookup(self.nodes.name(node))
             if not isinstance(found, Directory):
                 raise NotDirectory(f"{found.name} is a file now")
             return attrs.of_directory(node, found)
@@ -156,11 +163,22 @@ class View:
     def find_sealed(self, parent: Node, component: bytes) -> ObjectInfo | Directory | None:
         """Return the sealed object or directory of a name, drafts aside; None where there is none."""
         if parent.parent is not None:
-            return self.store.find_path(self.nodes.child_name(parent, component))
+            name = self.nodes.child_name(parent, component)
+            return self.store.find_path(name) or self.fetches.directory(name)
         try:
             return self.store.lookup(Name(component, b""))
         except NotFound:
             return None
+
+    def _lookup(self, name: Name) -> ObjectInfo | Directory:
+        """Return what a name shows; a directory that leads to others' blocks needs none below it. Raises NotFound."""
+        try:
+            return self.store.lookup(name)
+        except NotFound:
+            shown = self.fetches.directory(name)
+            if shown is None:
+                raise
+            return shown
 
     def need(self, parent: Node, component: bytes) -> Node:
         """Find the node of a name. Raises NotFound."""
@@ -320,7 +338,7 @@ class View:
 
     def refresh(self, node: Node) -> None:
         """Show a node as the store has it by now, to the kernel too. Raises NotFound."""
-        found = self.store.lookup(self.nodes.name(node))
+        found = self._lookup(self.nodes.name(node))
         if isinstance(found, Directory):
             self._show_directory(node, found)
         else:
