@@ -334,3 +334,5 @@ def test_a_cluster_needs_a_secret_and_names_each_peer_once() -> None:
         ClusterSettings(peers=("127.0.0.1:1", "127.0.0.1:1"), secret_file=Path("/x"))
     with pytest.raises(ValueError, match="at most 16"):
         ClusterSettings(peers=tuple(f"127.0.0.1:{port}" for port in range(17)), secret_file=Path("/x"))
+    with pytest.raises(ValueError, match="mount_fetches needs peers or a directory"):
+        ClusterSettings(listen="127.0.0.1:9400", mount_fetches=True, secret_file=Path("/x"))

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvfs.keys import block_name
 from kvfs.limits import MIB
 from tests.support.door import ON_DIRECTORY, TEST_MODES, need_mount
 from tests.support.machines import digest_of, free_port, payload_of, write_secret
+from tests.support.peer_services import wait_for_peers
 from tests.support.posix import NOBODY, SOMEBODY, expect_errno, run_as, start_child, wait_child
 from tests.support.service import Service
 from tests.support.small_store import watched
@@ -205,6 +206,16 @@ def test_nobody_fetches_what_he_may_not_read(both: Machines) -> None:
         client.remove(f"blocks/{block_name(digest).decode()}")
 
 
+def test_directories_that_are_shown_have_their_bucket_s_rights(both: Machines) -> None:
+    bucket, shelf = both.here.mount / "blocks", both.path(b"\xf9" * 16).parent
+    assert shelf.stat().st_mode & 0o777 == 0o755
+    os.chmod(bucket, 0o711)
+    try:
+        assert shelf.stat().st_mode & 0o777 == shelf.parent.stat().st_mode & 0o777 == 0o711
+    finally:
+        os.chmod(bucket, 0o755)
+
+
 def test_nothing_is_made_below_the_directories_that_are_shown(both: Machines) -> None:
     path = both.path(b"\xfa" * 16)
     with expect_errno(1):
@@ -213,6 +224,32 @@ def test_nothing_is_made_below_the_directories_that_are_shown(both: Machines) ->
         (path.parent / "directory").mkdir()
     with expect_errno(17):
         path.parent.mkdir()
+
+
+@pytest.mark.parametrize("mode", TEST_MODES)
+def test_two_mounts_find_each_other_s_blocks(mode: str, tmp_path: Path) -> None:
+    need_mount()
+    addresses = [f"{host}:{free_port(host)}" for host in ("127.0.0.1", "127.0.0.2")]
+    secret = write_secret(tmp_path / "secret")
+    with ExitStack() as stack:
+        services = []
+        for number, address in enumerate(addresses):
+            config = tmp_path / f"{number}.toml"
+            config.write_text(
+                f"[cluster]\nlisten = '{address}'\npeers = {addresses}\nsecret_file = '{secret}'\n"
+                "match_wait_s = 5\nmount_fetches = true\n"
+            )
+            services.append(stack.enter_context(Service(mode=mode, arguments=["--config", str(config)])))
+        for number, service in enumerate(services):
+            with service.client() as client, client.blocks(NAMESPACE, bucket="blocks") as blocks:
+                wait_for_peers(client, 1)
+                assert all(blocks.put([digest_of(number)], [payload_of(number, MIB)], [None]))
+        names = [block_name(digest_of(number)).decode() for number in range(3)]
+        for service in services:
+            found = [(service.mount / "blocks" / name).read_bytes() for name in names[:2]]
+            assert found == [payload_of(number, MIB) for number in range(2)]
+            assert not (service.mount / "blocks" / names[2]).exists()
+            assert not service.complaints()
 
 
 @pytest.mark.parametrize("mode", TEST_MODES)
