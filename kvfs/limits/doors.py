@@ -323,6 +323,8 @@ MAX_FUSE_REQUESTS: Final = 64
 MAX_MOUNT_FETCHES: Final = 32
 """Look-ups that wait for blocks of other machines; further ones are misses. Half of MAX_FUSE_REQUESTS: where Python
 handles every request, as many others are answered meanwhile."""
+MAX_LATE_INVALIDATIONS: Final = 1_024
+"""Names of one directory whose invalidation waits for such look-ups, 64 KiB; further ones hold up all others."""
 MAX_NODES: Final = 1 << 24
 """Nodeids have a 24-bit index."""
 KERNEL_CACHE_S: Final = 60

@@ -5,6 +5,8 @@ blocks, which are shown whether any block is in them here or not: else no path w
 
 Invariants:
 - Others are asked for blocks of caches alone, as at the S3 door, and for nobody who may not read the bucket.
+- While look-ups wait in a directory, which the kernel locks for them, its names are invalidated afterwards: the thread
+  that does that would wait for the directory, and what it is to say of all others with it.
 - Who waits for a batch is woken when it ends, however it does: also with the mount.
 - Each look-up asks anew. A miss that was remembered would hide what another machine has a moment later.
 
@@ -26,6 +28,7 @@ from kvfs import limits
 from kvfs.errors import KvfsError
 from kvfs.keys import parse_block_name
 from kvfs.rights import READ, SEARCH, Caller, allows
+from mounts.kernel.backing import Backings
 from mounts.kernel.nodes import Node, NodeTable
 from mounts.kernel.privileges import groups_of
 from tiers.model.objects import Bucket, Directory, Name
@@ -54,6 +57,8 @@ class Batch:
     bucket: Bucket
     uid: int
     digests: list[bytes] = field(default_factory=list)
+    directories: list[int] = field(default_factory=list)
+    """Where each was looked up."""
     ended: trio.Event = field(default_factory=trio.Event)
 
     async def wait(self) -> None:
@@ -63,16 +68,29 @@ class Batch:
             await self.ended.wait()
 
 
+@dataclass(slots=True, eq=False)
+class Locked:
+    """A directory that the kernel has locked for look-ups that wait."""
+
+    look_ups: int = 0
+    invalid: list[bytes] = field(default_factory=list)
+    """Names to be invalidated when none waits any more."""
+
+
 class Fetches:
     """The look-ups of one mount that other machines are asked about."""
 
-    def __init__(self, store: Store, nodes: NodeTable, source: BlockSource | None) -> None:
+    def __init__(
+        self, store: Store, nodes: NodeTable, backings: Backings, source: BlockSource | None
+    ) -> None:
         """Ask `source`; None: nobody, and no directory is shown that is not there."""
-        self._store, self._nodes, self._source = store, nodes, source
+        self._store, self._nodes, self._backings, self._source = store, nodes, backings, source
         self._nursery: trio.Nursery | None = None
         self._gathering: dict[tuple[bytes, int], Batch] = {}
         """Batches that have not begun, by bucket and user."""
         self._waiting = 0
+        self._locked: dict[int, Locked] = {}
+        """Directories in which look-ups wait."""
 
     @contextmanager
     def running_in(self, nursery: trio.Nursery) -> Iterator[None]:
@@ -115,20 +133,43 @@ class Fetches:
         batch = self._gathering.get((bucket.name, uid))
         if batch is None:
             batch = self._gathering[bucket.name, uid] = Batch(bucket, uid)
-            self._nursery.start_soon(self._fetch, self._source, batch)
+            self._nursery.start_soon(self._fetch, batch)
         batch.digests.append(digest)
+        batch.directories.append(parent.nodeid)
         self._waiting += 1
+        self._locked.setdefault(parent.nodeid, Locked()).look_ups += 1
         return batch
 
-    async def _fetch(self, source: BlockSource, batch: Batch) -> None:
+    def invalidate_entry(self, parent: int, component: bytes) -> None:
+        """Make the kernel look a name up again: once nobody waits in its directory, limits.MAX_LATE_INVALIDATIONS of
+        each directory."""
+        locked = self._locked.get(parent)
+        if locked is None or len(locked.invalid) >= limits.MAX_LATE_INVALIDATIONS:
+            self._backings.invalidate_entry(parent, component)
+        else:
+            locked.invalid.append(component)
+
+    async def _fetch(self, batch: Batch) -> None:
+        assert self._source is not None
         del self._gathering[batch.bucket.name, batch.uid]
         try:
-            await source.fetch(batch.bucket, batch.digests, uid=batch.uid, hint=None, urgent=True)
+            await self._source.fetch(batch.bucket, batch.digests, uid=batch.uid, hint=None, urgent=True)
         except KvfsError as error:
             log.debug("blocks of %s were not fetched: %s", batch.bucket.name.decode(), error)
         finally:
-            self._waiting -= len(batch.digests)
             batch.ended.set()
+            self._waiting -= len(batch.digests)
+            for nodeid in batch.directories:
+                self._unlock(nodeid)
+
+    def _unlock(self, nodeid: int) -> None:
+        """Count off a look-up that waits no more; behind the last one of a directory invalidate what had to wait."""
+        locked = self._locked[nodeid]
+        locked.look_ups -= 1
+        if not locked.look_ups:
+            del self._locked[nodeid]
+            for component in locked.invalid:
+                self._backings.invalidate_entry(nodeid, component)
 
 
 def _may_read(bucket: Bucket, uid: int, gid: int, pid: int) -> bool:

@@ -56,7 +56,7 @@ class View:
         self.calls = calls
         self.drafts = DraftKeeper(store, self.nodes, backings, calls)
         self.retries = StaleRetries(backings)
-        self.fetches = Fetches(store, self.nodes, others)
+        self.fetches = Fetches(store, self.nodes, backings, others)
         self.names = KnownNames(store, self.nodes, backings, self.fetches)
         self.xattrs = ExtendedAttributes(store, self.nodes, socket)
         self._started_ns = time.time_ns()
@@ -356,4 +356,4 @@ class View:
                 self.backings.node_dead(gone.nodeid)
                 self.nodes.unlink(gone, unresolved=gone is node)
                 self.nodes.release(gone)
-        self.backings.invalidate_entry(parent, node.component)
+        self.fetches.invalidate_entry(parent, node.component)

@@ -45,12 +45,24 @@ class Others:
         return 0
 
 
+class Invalidations(PlainBackings):
+    """Notes what the kernel would look up again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[tuple[int, bytes]] = []
+
+    def invalidate_entry(self, parent: int, name: bytes) -> None:
+        self.entries.append((parent, name))
+
+
 class Tree:
     """The directories that lead to blocks, and look-ups in them."""
 
     def __init__(self, store: Store) -> None:
-        self.store, self.others, self.nodes = store, Others(), NodeTable(PlainBackings())
-        self.fetches = Fetches(store, self.nodes, self.others)
+        self.store, self.others, self.backings = store, Others(), Invalidations()
+        self.nodes = NodeTable(self.backings)
+        self.fetches = Fetches(store, self.nodes, self.backings, self.others)
 
     def directory(self, bucket: bytes, *components: bytes) -> Node:
         node = self.nodes.root
@@ -101,6 +113,25 @@ async def test_only_so_many_wait_at_once(tree: Tree) -> None:
         assert tree.ask(DIGESTS[-1]) is None
         tree.others.answer.set()
         await until(lambda: tree.ask(DIGESTS[-1]) is not None)
+
+
+async def test_names_beside_a_look_up_that_waits_are_invalidated_behind_it(tree: Tree) -> None:
+    shelf, other = (tree.directory(BOUND, b"kv", component) for component in (b"00", b"01"))
+    said = tree.backings.entries
+    async with running(tree):
+        assert tree.ask(DIGESTS[0]) is not None
+        await until(lambda: bool(tree.others.asked))
+        assert tree.ask(DIGESTS[0], uid=NOBODY) is not None
+        for number in range(limits.MAX_LATE_INVALIDATIONS):
+            tree.fetches.invalidate_entry(shelf.nodeid, b"%d" % number)
+        tree.fetches.invalidate_entry(other.nodeid, b"elsewhere")
+        assert said == [(other.nodeid, b"elsewhere")]
+        tree.fetches.invalidate_entry(shelf.nodeid, b"one too many")
+        assert said[1:] == [(shelf.nodeid, b"one too many")]
+        tree.others.answer.set()
+    assert said[2:] == [(shelf.nodeid, b"%d" % number) for number in range(limits.MAX_LATE_INVALIDATIONS)]
+    tree.fetches.invalidate_entry(shelf.nodeid, b"later")
+    assert said[-1] == (shelf.nodeid, b"later")
 
 
 async def test_nobody_is_asked_for_what_is_no_block_of_a_cache(tree: Tree) -> None:
@@ -161,4 +192,4 @@ def test_directories_lead_to_blocks_of_others(tree: Tree) -> None:
     for key in (b"", b"k", b"kv/0", b"kv/0F", b"kv/0f/0f", b"kv/zz", b"a/kv"):
         assert tree.fetches.directory(Name(BOUND, key)) is None
     assert tree.fetches.directory(Name(BUCKET, b"kv")) is None
-    assert Fetches(tree.store, tree.nodes, None).directory(Name(BOUND, b"kv")) is None
+    assert Fetches(tree.store, tree.nodes, tree.backings, None).directory(Name(BOUND, b"kv")) is None

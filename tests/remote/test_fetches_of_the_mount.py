@@ -181,8 +181,6 @@ def test_a_bucket_that_is_bound_later_leads_to_others(both: Machines) -> None:
     with both.here.client() as client:
         client.blocks(NAMESPACE, bucket="later").close()
     assert path.read_bytes() == b"a block"
-    (both.here.mount / "later/next").write_bytes(b"makes the loop learn the names")
-    assert both.path(ABSENT, "later").parent.is_dir()
 
 
 def test_nobody_fetches_what_he_may_not_read(both: Machines) -> None:
@@ -204,6 +202,14 @@ def test_nobody_fetches_what_he_may_not_read(both: Machines) -> None:
         os.chmod(bucket, 0o755)
     with both.other.client() as client:
         client.remove(f"blocks/{block_name(digest).decode()}")
+
+
+def test_a_bucket_whose_names_were_asked_for_leads_to_others(both: Machines) -> None:
+    """Once a file is made in a directory the loop learns its names, which `kv` is none of."""
+    with both.here.client() as client:
+        client.blocks(NAMESPACE, bucket="learnt").close()
+    (both.here.mount / "learnt/file").write_bytes(b"of another kind")
+    assert both.path(ABSENT, "learnt").parent.is_dir()
 
 
 def test_directories_that_are_shown_have_their_bucket_s_rights(both: Machines) -> None:
@@ -278,6 +284,35 @@ def test_a_machine_that_hangs_costs_its_look_ups_a_wait_and_others_nothing(mode:
             with pytest.raises(FileNotFoundError):
                 missed.result()
         eventually(path.exists, "the other machine is asked again")
+
+
+@pytest.mark.parametrize("mode", TEST_MODES)
+def test_a_look_up_that_waits_holds_up_no_news_of_other_names(mode: str, tmp_path: Path) -> None:
+    """The kernel locks the directory of a look-up, so that who invalidates another name in it would wait as long."""
+    first, second = digest_of(0), digest_of(0)[:-1] + b"\xff"
+    with (
+        machines(tmp_path, mode, wait_s=HANG_S) as both,
+        ThreadPoolExecutor(1) as pool,
+        both.here.client() as client,
+    ):
+        beside, elsewhere = both.path(second), both.here.mount / "elsewhere"
+        with client.blocks(NAMESPACE, bucket="blocks") as blocks:
+            assert all(blocks.put([second], [b"a block"], [None]))
+        client.create_bucket(elsewhere.name)
+        client.put("elsewhere/object", b"bytes")
+        assert beside.parent == both.path(first).parent
+        assert beside.read_bytes() == b"a block"
+        assert (elsewhere / "object").read_bytes() == b"bytes"
+        with both.other.paused():
+            missed = pool.submit(both.path(first).stat)
+            eventually(both.asks, "the look-up asks")
+            client.remove(both.here.name(beside))
+            client.remove("elsewhere/object")
+            eventually(lambda: not (elsewhere / "object").exists(), "the object is gone")
+            assert not missed.done()
+            with pytest.raises(FileNotFoundError):
+                missed.result()
+            eventually(lambda: not beside.exists(), "the block is gone")
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
