@@ -18,7 +18,7 @@ from tests.support.door import ON_DIRECTORY, TEST_MODES, need_mount
 from tests.support.machines import digest_of, free_port, payload_of, write_secret
 from tests.support.peer_services import wait_for_peers
 from tests.support.posix import NOBODY, SOMEBODY, expect_errno, run_as, start_child, wait_child
-from tests.support.service import Service
+from tests.support.service import STOP_WAIT_S, Service, run_kvfs
 from tests.support.small_store import watched
 from tests.support.stores import NAMESPACE
 from tests.support.waits import eventually
@@ -333,3 +333,21 @@ def test_a_stop_answers_who_waits(mode: str, is_killed: bool, tmp_path: Path) ->
                 os.kill(caller, signal.SIGKILL)
             both.here.stop()
             assert wait_child(caller) == (-signal.SIGKILL if is_killed else 0)
+
+
+@pytest.mark.parametrize("mode", TEST_MODES)
+def test_an_unmount_ends_the_service_once_who_waits_is_answered(mode: str, tmp_path: Path) -> None:
+    with machines(tmp_path, mode, wait_s=HANG_S) as both:
+        path = both.path(digest_of(0))
+
+        def look() -> None:
+            with pytest.raises(FileNotFoundError):
+                path.stat()
+
+        with both.other.paused():
+            caller = start_child(look)
+            eventually(both.asks, "the look-up asks")
+            done = run_kvfs("umount", str(both.here.mount))
+            assert done.returncode == 0, done.stderr
+            assert wait_child(caller) == 0
+            assert both.here.running.wait(STOP_WAIT_S) == 0
