@@ -139,8 +139,11 @@ def test_what_nobody_has_is_a_miss_until_somebody_has_it(both: Machines) -> None
 def test_a_block_that_goes_is_fetched_again(both: Machines) -> None:
     path = both.path(digest_of(0))
     path.stat()
-    both.here.evict(path)
+    fetched = both.cluster()["fetched_blocks"]
+    with both.here.client() as client:
+        client.remove(both.here.name(path))
     assert path.read_bytes() == payload_of(0, MIB)
+    assert both.cluster()["fetched_blocks"] == fetched + 1
 
 
 def test_others_are_asked_for_blocks_of_caches_alone(both: Machines) -> None:
