@@ -6,23 +6,23 @@
     {"type": "plugin", "module_path": "kvfs.connectors.lmcache", "class_name": "KVFSL2Adapter",
      "adapter_params": {"address": "/mnt/kvfs"}}
 
-Responsibility: LMCache's two interfaces over blocks. LMCache's keys name model, rank, element type and a hash over the
-prefix; the namespace adds the weights, and the shapes and format of a chunk. A value has the form of LMCache's own
-connectors: the chunk, after its description where `save_chunk_meta` is set.
+Responsibility: LMCache's two interfaces over blocks. To the remote backend LMCache's keys name model, rank, element
+type and a hash over the prefix; the namespace adds the weights, and the shapes and format of a chunk. A value has the
+form of LMCache's own connectors: the chunk, after its description where `save_chunk_meta` is set. The second level has
+a chunk as one object of each object group (full attention, a sliding window, recurrent states), each of a size of its
+own; its keys are those of `lmcache_rules.object_keys`, its values are the objects.
 
-Invariants: no failure of the store raises: a chunk is there, whole, or it is a miss. A chunk that was looked up and
-locked stays readable until it is unlocked: a lease, which ends with this process. Concurrency: LMCache's event loop
-and controller threads; copies run on threads of their own and drop the GIL.
+Invariants: no failure of the store raises: a chunk is there, whole, or it is a miss, of each key for itself. A chunk
+that was looked up and locked stays readable until it is unlocked: a lease, which ends with this process. Concurrency:
+LMCache's event loop and controller threads; copies run on threads of their own and drop the GIL.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from lmcache.lmcache_native import Bitmap
@@ -43,11 +43,19 @@ from kvfs.connectors.common import (
     string_keys,
     string_namespace,
 )
+from kvfs.connectors.lmcache_rules.object_keys import Layout, Name, ObjectKeys, layout_of, object_layout
+from kvfs.connectors.lmcache_rules.object_locks import ObjectLocks
+from kvfs.connectors.lmcache_rules.task_results import Results, Tasks
 from kvfs.errors import InvalidRequest
-from kvfs.limits import CONNECTOR_LOCKS, CONNECTOR_MATCH_S, CONNECTOR_SIZES, CONNECTOR_THREADS
+from kvfs.limits import CONNECTOR_MATCH_S, CONNECTOR_SIZES
 
 T = TypeVar("T")
 Chunks = list[Any]
+
+SERDE_OF_GROUPS: Final = (
+    "serde with --separate-object-groups is refused, nothing is stored: LMCache makes the buffers of a task as large "
+    "as that of its first object, whatever its group; leave out one of the two"
+)
 
 
 class KVFSConnector(RemoteConnector):  # type: ignore[misc]
@@ -185,13 +193,14 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._link = Link(address_of(params), name="lmcache-l2", log=self._log)
         self._link.open(self._namespace)
         self._store_done, self._lookup_done, self._load_done = (create_event_notifier() for _ in range(3))
-        self._workers = ThreadPoolExecutor(CONNECTOR_THREADS, thread_name_prefix="kvfs-l2")
+        self._stored, self._found, self._loaded = map(
+            Results, (self._store_done, self._lookup_done, self._load_done)
+        )
+        self._tasks = Tasks(self._log)
+        self._keys = ObjectKeys(lambda key: digest_keys(self._namespace, [key])[0])
+        self._locks = ObjectLocks()
+        self._refused = threading.Event()
         self._lock = threading.Lock()
-        self._next_task = 0
-        self._stored: dict[int, Any] = {}
-        self._found: dict[int, Any] = {}
-        self._loaded: dict[int, Any] = {}
-        self._locked: dict[bytes, list[View]] = {}
         self._sizes: dict[bytes, int] = {}
         """What LMCache's usage has of the chunks that this adapter has stored, CONNECTOR_SIZES of them."""
 
@@ -206,22 +215,19 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     # --- store --------------------------------------------------------------------------------------------
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        failed = L2StoreResult(False, 0)
-        return self._submit(lambda: self._store(keys, objects), failed, self._stored, self._store_done)
+        return self._tasks.submit(lambda: self._store(keys, objects), L2StoreResult(False, 0), self._stored)
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
-        with self._lock:
-            stored = dict(self._stored)
-            self._stored.clear()
-        return stored
+        return self._stored.take_all()
 
     def _store(self, keys: list[Any], objects: list[Any]) -> Any:
-        values = [chunk.byte_array for chunk in objects]
+        layouts = [object_layout(chunk) for chunk in objects]
         blocks = self._link.blocks(self._namespace)
-        if blocks is None or not self._link.is_up:
+        if blocks is None or not self._link.is_up or self._refuses(keys, layouts):
             return L2StoreResult(False, 0)
+        values = [chunk.byte_array for chunk in objects]
+        digests = [self._keys.stored(key, layout) for key, layout in zip(keys, layouts, strict=True)]
         failed: list[bool] | None = None
-        digests = self._digests(keys)
         new = self._link.attempt(lambda: blocks.put(digests, values), failed)
         if new is None:
             return L2StoreResult(False, 0)
@@ -232,6 +238,16 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         ]
         self._note_stored(stored)
         return L2StoreResult(True, sum(size for _, _, size in stored))
+
+    def _refuses(self, keys: list[Any], layouts: list[Layout]) -> bool:
+        """Return whether objects of several groups come transformed; say so once."""
+        mixed = any(
+            each.is_serialised and key.object_group_id > 0 for key, each in zip(keys, layouts, strict=True)
+        )
+        if mixed and not self._refused.is_set():
+            self._refused.set()
+            self._log.error("lmcache-l2: %s", SERDE_OF_GROUPS)
+        return mixed
 
     def _note_stored(self, stored: list[tuple[Any, bytes, int]]) -> None:
         """Tell LMCache of chunks, but for those that the store had evicted since it was told."""
@@ -245,135 +261,111 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     # --- look-up ------------------------------------------------------------------------------------------
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
-        return self._submit(lambda: self._look_up(keys), Bitmap(len(keys)), self._found, self._lookup_done)
+        missed = Bitmap(len(keys))
+        return self._tasks.submit(lambda: self._look_up(keys, group_layout_descs), missed, self._found)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
-        return self._take(self._found, task_id)
+        return self._found.take(task_id)
 
-    def _look_up(self, keys: list[Any]) -> Any:
-        """Find chunks and lock CONNECTOR_LOCKS at most; others may be evicted before their load, which then misses."""
+    def _look_up(self, keys: list[Any], group_layout_descs: Any) -> Any:
+        """Find chunks, each of its own: which of a group a hit needs is LMCache's to decide, of the bitmap."""
         bitmap = Bitmap(len(keys))
         blocks = self._link.blocks(self._namespace)
         if blocks is None:
             return bitmap
-        digests = self._digests(keys)
-        nothing: list[bool] = [False] * len(keys)
-        hits = self._link.attempt(lambda: blocks.exists(digests), nothing)
-        room = CONNECTOR_LOCKS - sum(map(len, list(self._locked.values())))
-        wanted = [digest for digest, hit in zip(digests, hits, strict=True) if hit][: max(room, 0)]
-        missed: list[View | None] = [None] * len(wanted)
-        for digest, view in zip(wanted, self._link.attempt(lambda: blocks.get(wanted), missed), strict=True):
-            if view is None:
-                hits[digests.index(digest)] = False
-            else:
-                with self._lock:
-                    self._locked.setdefault(digest, []).append(view)
-        for i, hit in enumerate(hits):
-            if hit:
-                bitmap.set(i)
+        layouts = {group: layout_of(each) for group, each in group_layout_descs.items()}
+        self._keys.note_groups(keys, layouts)
+        names = [self._keys.looked_up(key, layouts) for key in keys]
+        for some, turn in _turns(names, bitmap):
+            hits = self._lock_found(blocks, [keys[i] for i in some], [names[i][turn] for i in some])
+            _set_hits(bitmap, some, hits)
         return bitmap
 
+    def _lock_found(self, blocks: Blocks, keys: list[Any], names: list[Name]) -> list[bool]:
+        """Find chunks and lock CONNECTOR_LOCKS at most; others may be evicted before their load, which then misses."""
+        nothing: list[bool] = [False] * len(keys)
+        hits = self._link.attempt(lambda: blocks.exists([name.digest for name in names]), nothing)
+        wanted = [i for i, hit in enumerate(hits) if hit][: self._locks.room]
+        missed: list[View | None] = [None] * len(wanted)
+        views = self._link.attempt(lambda: blocks.get([names[i].digest for i in wanted]), missed)
+        for i, view in zip(wanted, views, strict=True):
+            hits[i] = view is not None and names[i].size_bytes in (None, len(view))
+            if view is not None and hits[i]:
+                self._locks.lock(keys[i], names[i].digest, view)
+            elif view is not None:
+                view.release()
+        return hits
+
     def submit_unlock(self, keys: list[Any]) -> None:
-        for digest in self._digests(keys):
-            with self._lock:
-                views = self._locked.get(digest, [])
-                view = views.pop() if views else None
-                if not views:
-                    self._locked.pop(digest, None)
-            if view is not None:
-                with suppress(BufferError):  # being copied: released when that ends
-                    view.release()
+        for key in keys:
+            self._locks.unlock(key)
 
     # --- load ---------------------------------------------------------------------------------------------
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        missed = Bitmap(len(keys))
-        return self._submit(lambda: self._load(keys, objects), missed, self._loaded, self._load_done)
+        return self._tasks.submit(lambda: self._load(keys, objects), Bitmap(len(keys)), self._loaded)
 
     def query_load_result(self, task_id: int) -> Any:
-        return self._take(self._loaded, task_id)
+        return self._loaded.take(task_id)
 
     def _load(self, keys: list[Any], objects: list[Any]) -> Any:
         bitmap = Bitmap(len(keys))
-        digests, places = self._digests(keys), [chunk.byte_array for chunk in objects]
-        rest = []
-        for i, digest in enumerate(digests):
-            if self._copy_locked(digest, places[i]):
-                bitmap.set(i)
-            else:
-                rest.append(i)
+        places = [chunk.byte_array for chunk in objects]
+        names = [
+            self._keys.loaded(key, object_layout(chunk)) for key, chunk in zip(keys, objects, strict=True)
+        ]
+        copied = [self._locks.copy(*each) for each in zip(keys, names, places, strict=True)]
+        _set_hits(bitmap, range(len(keys)), copied)
         blocks = self._link.blocks(self._namespace)
-        if blocks is None or not rest:
+        if blocks is None:
             return bitmap
-        missed = [-1] * len(rest)
-        sizes = self._link.attempt(
-            lambda: blocks.get_into([digests[i] for i in rest], [places[i] for i in rest]), missed
-        )
-        for i, size in zip(rest, sizes, strict=True):
-            if size == len(places[i]):
-                bitmap.set(i)
+        for some, turn in _turns(names, bitmap):
+            sizes = self._read(blocks, [names[i][turn] for i in some], [places[i] for i in some])
+            _set_hits(bitmap, some, [size == len(places[i]) for i, size in zip(some, sizes, strict=True)])
         return bitmap
 
-    def _copy_locked(self, digest: bytes, place: Any) -> bool:
-        """Copy a locked chunk, whether the store still has it or not; return whether it is locked."""
-        with self._lock:
-            views = self._locked.get(digest)
-            locked = memoryview(views[-1]) if views else None
-        if locked is None or len(locked) != len(place):
-            return False
-        np.copyto(np.frombuffer(place, dtype=np.uint8), np.frombuffer(locked, dtype=np.uint8))
-        return True
+    def _read(self, blocks: Blocks, digests: list[bytes], places: list[Any]) -> list[int]:
+        """Read chunks; return the bytes of each, -1 for a miss: one that is longer than its place is no other's."""
+        missed = [-1] * len(digests)
+        try:
+            return self._link.attempt(lambda: blocks.get_into(digests, places), missed)
+        except InvalidRequest:
+            half = len(digests) // 2
+            if not half:
+                return missed
+            first = self._read(blocks, digests[:half], places[:half])
+            return first + self._read(blocks, digests[half:], places[half:])
 
     # --- the rest -----------------------------------------------------------------------------------------
     def delete(self, keys: list[Any]) -> None:
         """Remove chunks, and tell LMCache that they are gone, also where the store had evicted them."""
-        blocks, digests = self._link.blocks(self._namespace), self._digests(keys)
-        if blocks is None or not keys or self._link.attempt(lambda: blocks.remove(digests), -1) < 0:
+        blocks, digests = self._link.blocks(self._namespace), [self._keys.removed(key) for key in keys]
+        joined = [digest for some in digests for digest in some]
+        if blocks is None or not keys or self._link.attempt(lambda: blocks.remove(joined), -1) < 0:
             return
         with self._lock:
-            sizes = [self._sizes.pop(digest, 0) for digest in digests]
+            sizes = [sum(self._sizes.pop(digest, 0) for digest in some) for some in digests]
         self._notify_keys_deleted(keys, sizes)
 
     def report_status(self) -> dict[str, Any]:
-        return {"is_healthy": self._link.is_up, "type": type(self).__name__, "locked": len(self._locked)}
+        return {"is_healthy": self._link.is_up, "type": type(self).__name__, "locked": len(self._locks)}
 
     def close(self) -> None:
-        self._workers.shutdown(wait=True, cancel_futures=True)
-        for views in self._locked.values():
-            for view in views:
-                view.release()
-        self._locked.clear()
+        self._tasks.close()
+        self._locks.close()
         self._link.close()
         for done in (self._store_done, self._lookup_done, self._load_done):
             done.close()
 
-    def _submit(self, do: Callable[[], Any], otherwise: Any, results: dict[int, Any], done: Any) -> int:
-        """Do a task on a thread; its result is `otherwise` where it fails: LMCache waits for each task."""
-        with self._lock:
-            task_id = self._next_task
-            self._next_task += 1
 
-        def run() -> None:
-            try:
-                result = do()
-            except Exception:
-                self._log.exception("a task of LMCache failed")
-                result = otherwise
-            with self._lock:
-                results[task_id] = result
-            done.notify()
-
-        self._workers.submit(run)
-        return task_id
-
-    def _take(self, results: dict[int, Any], task_id: int) -> Any:
-        with self._lock:
-            return results.pop(task_id, None)
-
-    def _digests(self, keys: Sequence[Any]) -> list[bytes]:
-        return digest_keys(self._namespace, [_key_bytes(key) for key in keys])
+def _turns(names: Sequence[Sequence[Any]], found: Any) -> Iterator[tuple[list[int], int]]:
+    """Yield, for each turn, which chunks were not found by the names before and have one more."""
+    for turn in range(max(map(len, names), default=0)):
+        some = [i for i, each in enumerate(names) if turn < len(each) and not found.test(i)]
+        if some:
+            yield some, turn
 
 
-def _key_bytes(key: Any) -> bytes:
-    """Encode all fields of an ObjectKey; the hash, the only one that may hold any byte, comes last."""
-    fields = f"{key.model_name}\0{key.kv_rank}\0{key.object_group_id}\0{key.cache_salt}\0"
-    return fields.encode() + bytes(key.chunk_hash)
+def _set_hits(bitmap: Any, places: Sequence[int], hits: Sequence[bool]) -> None:
+    for i, hit in zip(places, hits, strict=True):
+        if hit:
+            bitmap.set(i)

@@ -269,6 +269,8 @@ CONNECTOR_LOCKS: Final = 4_096
 """Blocks that LMCache may lock at once, each a mapping: vm.max_map_count is 65,530."""
 CONNECTOR_SIZES: Final = 1 << 18
 """Chunks whose size LMCache's adapter knows when they are deleted, some 50 MB; its usage keeps that of older ones."""
+CONNECTOR_LAYOUTS: Final = 256
+"""Layouts of LMCache's objects that its adapter remembers, one for each object group of a model."""
 WEIGHTS_SAMPLES: Final = 64
 """Samples of each file of weights, for their name."""
 WEIGHTS_SAMPLE_BYTES: Final = 4 * KIB

@@ -175,7 +175,9 @@ class Heard:
 
 
 def check_l2(address: str) -> dict[str, Any]:
-    from lmcache.v1.distributed.api import ObjectKey
+    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+
+    layouts = {0: MemoryLayoutDesc([SHAPE], [torch.float32])}
 
     def key(i: int, rank: int = 0, salt: str = "") -> Any:
         return ObjectKey(chunk_hash=bytes([i]) * 32, model_name="test-model", kv_rank=rank, cache_salt=salt)
@@ -189,7 +191,7 @@ def check_l2(address: str) -> dict[str, Any]:
         return [done.is_successful(), done.bytes_transferred()]
 
     def look_up(which: Any, some: list[Any]) -> list[bool]:
-        task = which.submit_lookup_and_lock_task(some, {})
+        task = which.submit_lookup_and_lock_task(some, layouts)
         fd = which.get_lookup_and_lock_event_fd()
         return bits(wait_for(fd, lambda: which.query_lookup_and_lock_result(task)), len(some))
 
