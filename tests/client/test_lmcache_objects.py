@@ -114,6 +114,24 @@ def test_no_object_has_a_bare_key(key: Key, layout: Any, other: Key) -> None:
     assert key_bytes(key, layout_of(layout).name) != bare_key_bytes(key)
 
 
+def test_no_models_name_makes_a_bare_key_an_objects() -> None:
+    key = Key(chunk_hash=b"0\x000\0\0hash")
+    text, _, _ = key_bytes(key, HALF.name).lstrip(b"\xff").partition(b"\0")
+    named = Key(model_name=text.decode(), chunk_hash=b"hash")
+    assert bare_key_bytes(named).endswith(text + b"\0" + key.chunk_hash)
+    assert bare_key_bytes(named) != key_bytes(key, HALF.name)
+
+
+@given(st.sampled_from(["\0", ",", ", ", '", "', '", ', "\\"]), st.integers(0, 9), st.integers(0, 9))
+def test_no_text_moves_into_the_next_field(between: str, rank: int, group: int) -> None:
+    one = Key(model_name=f"model{between}{rank}", kv_rank=group, object_group_id=7, cache_salt="salt")
+    two = Key(model_name="model", kv_rank=rank, object_group_id=group, cache_salt=f"7{between}salt")
+    assert key_bytes(one, HALF.name) != key_bytes(two, HALF.name)
+    assert key_bytes(replace(one, cache_salt=f"salt{between}"), "layout") != key_bytes(
+        replace(one, cache_salt="salt"), f"{between}layout"
+    )
+
+
 def test_each_field_makes_another_key() -> None:
     base = Key()
     others = [

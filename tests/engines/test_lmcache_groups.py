@@ -30,6 +30,15 @@ def answers(engine_python: str, engine_wheels: str, work: Path, service: Service
     )
 
 
+def test_an_engines_caches_go_through_lmcaches_copies_and_back(answers: dict[str, Any]) -> None:
+    found = answers["engine"]
+    assert (found["copied"], set(found["store"])) == ([True] * 2, {True})
+    assert (found["hits"], found["retrieve"]) == (6, [True] * 2)
+    assert found["equal"] == [[True] * 5] * 2, (
+        "of each rank the layers of attention, of the window and of states"
+    )
+
+
 def test_all_groups_of_all_ranks_go_round(answers: dict[str, Any]) -> None:
     found = answers["round"]
     assert set(found["store"]) == {True}
