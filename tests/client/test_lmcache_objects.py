@@ -266,6 +266,14 @@ def test_a_key_is_locked_until_each_look_up_unlocked_it() -> None:
     assert (len(locks), locks.room) == (0, CONNECTOR_LOCKS)
 
 
+def test_an_object_that_is_unlocked_while_it_is_copied_stays_until_then(view: View) -> None:
+    locks = ObjectLocks()
+    locks.lock(Key(), b"digest", view)
+    with memoryview(view) as source:
+        locks.unlock(Key())
+        assert (len(locks), bytes(source)) == (0, b"object" * 1000)
+
+
 # --- tasks -------------------------------------------------------------------------------------------------
 class Heard:
     def __init__(self) -> None:
