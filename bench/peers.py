@@ -95,7 +95,7 @@ def open_peer(python: str, name: str, folder: Path) -> Iterator[Run | str]:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env=_environment(python),
+            env=environment(python),
         ) as process,
     ):
         assert process.stdin is not None
@@ -125,7 +125,7 @@ def _reply(replies: IO[str], name: str, log: IO[str]) -> str:
     raise KvfsError(f"bench: {name} ended: {log.read()[-2000:]}")
 
 
-def _environment(python: str) -> dict[str, str]:
+def environment(python: str) -> dict[str, str]:
     """Set paths: Mooncake's wheel needs CUDA's runtime, and LMCache's is unpacked beside what engines.mk installs."""
     home = Path(python).absolute().parent.parent
     libraries = [str(each) for each in home.glob("lib/python*/site-packages/nvidia/cuda_runtime/lib")]

@@ -46,6 +46,9 @@ DRAM_BYTES = 512 * MIB
 BUCKET = b"bench"
 LEAST_TURNS = 8
 
+Side = Callable[[int], Awaitable[float | None]]
+"""Moves a batch from a block on; returns the us that it took where it takes the time itself."""
+
 
 def get_1m(seconds: float) -> Result:
     """Return the time of a fetch of one block of 1 MiB."""
@@ -67,14 +70,14 @@ def get_1m_tls(seconds: float) -> Result:
     with tempfile.TemporaryDirectory(prefix="kvfs-bench-") as name:
         folder = Path(name)
         _make_certificates(folder)
-        with _other_machine(folder, MIB) as (port, _, tls_port):
+        with other_machine(folder, MIB) as (port, _, tls_port):
             return trio.run(partial(_measure_tls, folder, port, tls_port, seconds))
 
 
 def _against_raw(name: str, size_bytes: int, batch: int, seconds: float) -> Result:
     with (
         tempfile.TemporaryDirectory(prefix="kvfs-bench-") as folder,
-        _other_machine(Path(folder), size_bytes) as (port, raw_port, _),
+        other_machine(Path(folder), size_bytes) as (port, raw_port, _),
     ):
         raw = Raw(raw_port, size_bytes)
         return trio.run(partial(_measure, name, Path(folder), port, raw, batch, seconds))
@@ -96,7 +99,7 @@ def _settings(folder: Path, *, tls: bool = False, **more: Any) -> ClusterSetting
 
 
 @contextmanager
-def _other_machine(folder: Path, size_bytes: int) -> Iterator[tuple[int, int, int]]:
+def other_machine(folder: Path, size_bytes: int) -> Iterator[tuple[int, int, int]]:
     """Run the process that serves; yield its ports: for a fetch, for the baseline, for a fetch over TLS."""
     secret = folder / "secret"
     secret.write_bytes(os.urandom(32).hex().encode())
@@ -120,11 +123,18 @@ async def _measure(name: str, folder: Path, port: int, raw: Raw, batch: int, sec
     async def receive(first: int) -> None:
         raw.receive([(first + i) % count for i in range(batch)])
 
-    async with _asking(folder, _settings(folder, peers=(f"127.0.0.1:{port}",))) as (store, [cluster]):
-        fetch = partial(_fetch, store, cluster, batch, count)
-        result = await _in_turns(name, store, (fetch, receive), batch, count, seconds)
+    result = await beside_fetches(name, folder, port, receive, batch, count, seconds)
     raw.close()
     return result
+
+
+async def beside_fetches(
+    name: str, folder: Path, port: int, side: Side, batch: int, count: int, seconds: float
+) -> Result:
+    """Measure fetches of batches of `count` blocks from the machine at `port`, and another way in turns."""
+    async with _asking(folder, _settings(folder, peers=(f"127.0.0.1:{port}",))) as (store, [cluster]):
+        ours = partial(_fetch, store, cluster, batch, count)
+        return await _in_turns(name, store, (ours, side), batch, count, seconds)
 
 
 async def _measure_tls(folder: Path, port: int, tls_port: int, seconds: float) -> Result:
@@ -172,7 +182,7 @@ def _digest(number: int) -> bytes:
 async def _in_turns(
     name: str,
     store: Store,
-    sides: Sequence[Callable[[int], Awaitable[None]]],
+    sides: Sequence[Side],
     batch: int,
     count: int,
     seconds: float,
@@ -182,8 +192,8 @@ async def _in_turns(
     while perf_counter_ns() < deadline or turn < LEAST_TURNS:
         for index in (0, 1) if turn % 2 else (1, 0):
             began = perf_counter_ns()
-            await sides[index](turn * batch)
-            samples[index].append((perf_counter_ns() - began) / 1000)
+            took_us = await sides[index](turn * batch)
+            samples[index].append((perf_counter_ns() - began) / 1000 if took_us is None else took_us)
             for digest in (_digest((turn * batch + i) % count) for i in range(batch)):
                 if store.block_bucket(digest) is not None:
                     store.remove_block(digest)
