@@ -41,7 +41,9 @@ EDITABLE := KVFS_NATIVE_APART=1 $(PIP) --no-build-isolation --editable
 NATIVE := $(wildcard kvfs/_native/*/*.pyx kvfs/_native/*/*.pxd kvfs/_native/*/*.c kvfs/_native/*/*.h)
 FORMATTED := $(wildcard kvfs/_native/*/*.[ch] kvfs/_native/*/*/*.[ch] tests/native/*.c tests/native/*/*.c tests/cuda/standin/*.[ch] tests/hbm/standin/*.c)
 GUARDED := $(shell grep -lwE 'kvfs_lock|REQUIRES' kvfs/_native/*/*.c)
-NATIVE_MODULES := $(subst /,.,$(basename $(wildcard kvfs/_native/*/*.pyx)))
+# Recursive: what is built is known once it is. UCX's is built where its headers are.
+NATIVE_MODULES = $(filter-out $(if $(wildcard kvfs/_native/remote/ucx.*.so),,kvfs._native.remote.ucx), \
+    $(subst /,.,$(basename $(wildcard kvfs/_native/*/*.pyx))))
 
 .PHONY: help build serve wheel test test-wheel test-asan test-tsan test-rig test-gpu fuzz soak routing-runs lint annotations types imports stubs pytest bench bench-peers clean
 help:
@@ -58,9 +60,12 @@ $(STAMPS)/system: packaging/system
 	@packaging/system packages build
 	@mkdir -p $(STAMPS) && touch $@
 
-# The programs that tests run.
+# The programs that tests run, and UCX's headers: native modules that were built before them are built again.
+UCX := $(STAMPS)/ucx
+has_ucx = @! echo '\#include <ucp/api/ucp.h>' | cc -E - >/dev/null 2>&1 || [ -e $(UCX) ] || touch $(UCX)
 $(STAMPS)/system-test: packaging/system | $(STAMPS)/venv
 	@packaging/system packages test
+	$(has_ucx)
 	@touch $@
 
 $(STAMPS)/venv: | $(STAMPS)/system
@@ -74,7 +79,7 @@ $(STAMPS)/install: pyproject.toml setup.py setup.cfg | $(STAMPS)/venv
 	$(EDITABLE) '.[server]'
 	@touch $@
 
-$(STAMPS)/native: $(NATIVE) setup.py $(STAMPS)/install
+$(STAMPS)/native: $(NATIVE) setup.py $(STAMPS)/install $(wildcard $(STAMPS)/ucx)
 	@echo 'kvfs: set-up, 4 of 4: native modules' >&2
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
@@ -112,7 +117,7 @@ bench-peers: build $(STAMPS)/bench
 	@exec $(BIN)/python -m bench.peer_routers --environment $(PEERS_VENV) $(ARGS)
 
 # --- check ---------------------------------------------------------------------------------------------------
-test:
+test: | $(STAMPS)/system-test
 	@$(MAKE) --jobs 2 --output-sync lint types imports stubs
 	@$(MAKE) pytest
 
@@ -151,12 +156,14 @@ pytest: $(STAMPS)/dev $(STAMPS)/native | $(STAMPS)/system-test
 # In a virtual machine (packaging/rig), some twenty times slower: without the plugins and fixtures that these do not use.
 $(STAMPS)/system-rig: packaging/system packaging/rig | $(STAMPS)/system
 	@packaging/system packages rig
+	$(has_ucx)
 	@packaging/rig true || [ $$? != 1 ] # a machine in which nothing runs is none that is not there: its tests fail
 	@touch $@
 
 RIG_TESTS ?= tests/rig
 test-rig: export RIG_S ?= 600
-test-rig: $(STAMPS)/dev $(STAMPS)/native | $(STAMPS)/system-rig
+test-rig: $(STAMPS)/dev | $(STAMPS)/system-rig
+	@$(MAKE) $(STAMPS)/native
 	packaging/rig env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONDONTWRITEBYTECODE=1 \
 	    $(CURDIR)/$(BIN)/python -m pytest -q --noconftest -p pytest_trio.plugin -p pytest_timeout -p no:cacheprovider \
 	    --color=no --durations 5 $(RIG_TESTS) $(ARGS)

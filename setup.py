@@ -30,17 +30,27 @@ URING_PROGRAM = """
 int main(void) { return IORING_SETUP_DEFER_TASKRUN && io_uring_register_buffers_sparse(0, 0); }
 """
 """Compiles with liburing 2.3 or newer."""
+UCX_PROGRAM = """
+#include <ucp/api/ucp.h>
+_Static_assert(UCP_API_VERSION >= UCP_VERSION(1, 13), "UCX 1.13");
+int main(void) { return 0; }
+"""
+"""Compiles with UCX 1.13 or newer."""
 
 
 SANITIZE = shlex.split(os.environ.get("KVFS_SANITIZE", ""))
 """Flags of packaging/sanitized, to compile and to link with."""
 
 
-def has_uring() -> bool:
-    """Whether the device module can be built with io_uring; without, storage devices are driven by threads."""
+def compiles(program: str) -> bool:
     compiler = shlex.split(os.environ.get("CC", "cc"))
     command = [*compiler, "-D_GNU_SOURCE", "-Werror", "-fsyntax-only", "-xc", "-"]
-    found = subprocess.run(command, input=URING_PROGRAM, text=True, capture_output=True).returncode == 0
+    return subprocess.run(command, input=program, text=True, capture_output=True).returncode == 0
+
+
+def has_uring() -> bool:
+    """Whether the device module can be built with io_uring; without, storage devices are driven by threads."""
+    found = compiles(URING_PROGRAM)
     if not found:
         print("kvfs: liburing.h (2.3 or newer) is missing: built without io_uring", file=sys.stderr)
     return found
@@ -54,6 +64,7 @@ LIBRARIES = {
     "cuda.driver": {"libraries": ["dl"]},
     "s3.fast_path": {"libraries": ["crypto"]},
     "remote.tls": {"libraries": ["ssl", "crypto"]},
+    "remote.ucx": {"libraries": ["ucp", "ucs"]},
 }
 MODULES = {
     "shared.table": ["table_core"],
@@ -82,6 +93,7 @@ MODULES = {
         "../s3/crc64",
     ],
     "remote.tls": ["tls_core"],
+    "remote.ucx": ["ucx_core"],
     "evict.policy": ["policy_core", "learner", "shadow", "memory", "order", "runs", "baselines", "replay"],
     "catalog.block_index": ["catalog_core"],
     "catalog.adoption": ["adoption_core"],
@@ -96,6 +108,9 @@ MODULES = {
     "cuda.copies": ["copies_core"],
 }
 """Module -> the C files beside its `.pyx`, or in another room, that it is made of."""
+if not compiles(UCX_PROGRAM):
+    # Nobody needs it but a service with [cluster] transport = "ucx", which says so.
+    del MODULES["remote.ucx"]
 
 
 UTILITY_CODE = "kvfs._native.shared._kvfs_utility_code"

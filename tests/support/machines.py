@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import trio
 from pydantic import SecretStr
@@ -126,6 +126,7 @@ async def machine(
     match_wait_s: float = limits.MAX_REMOTE_MATCH_S,
     directory: str | None = None,
     tls: ClusterTls | None = None,
+    transport: Literal["tcp", "ucx"] = "tcp",
 ) -> AsyncIterator[Machine]:
     """Run one machine until the end of the block."""
     await trio.Path(folder).mkdir(exist_ok=True)
@@ -135,6 +136,7 @@ async def machine(
         secret_file=write_secret(folder / "secret", secret),
         match_wait_s=match_wait_s,
         directory=None if directory is None else SecretStr(directory),
+        transport=transport,
         **({} if tls is None else tls._asdict()),
     )
     with small_store(folder / "data", backing=backing) as store:
@@ -156,14 +158,16 @@ async def clustered(
 
 
 @asynccontextmanager
-async def machines(folder: Path, count: int, tls: ClusterTls | None = None) -> AsyncIterator[list[Machine]]:
+async def machines(
+    folder: Path, count: int, tls: ClusterTls | None = None, transport: Literal["tcp", "ucx"] = "tcp"
+) -> AsyncIterator[list[Machine]]:
     """Run machines that all know each other, themselves included."""
     addresses = [f"127.0.0.{number + 1}" for number in range(count)]
     addresses = [f"{host}:{free_port(host)}" for host in addresses]
     async with AsyncExitStack() as stack:
         running = [
             await stack.enter_async_context(
-                machine(folder / f"m{number}", listen=address, peers=addresses, tls=tls)
+                machine(folder / f"m{number}", listen=address, peers=addresses, tls=tls, transport=transport)
             )
             for number, address in enumerate(addresses)
         ]

@@ -17,14 +17,20 @@ from tests.support.service import Service
 
 @contextmanager
 def peer_services(
-    folder: Path, count: int = 3, directory: str = "", module: str = "kvfs", tls: ClusterTls | None = None
+    folder: Path,
+    count: int = 3,
+    directory: str = "",
+    module: str = "kvfs",
+    tls: ClusterTls | None = None,
+    transport: str = "tcp",
 ) -> Iterator[list[Service]]:
     """Run services that know each other, themselves included, by their settings or by a directory. `module`: what is
     run."""
     addresses = [f"127.0.0.{number}" for number in range(1, count + 1)]
     addresses = [f"{host}:{free_port(host)}" for host in addresses]
     secret = write_secret(folder / "secret")
-    files = "" if tls is None else "".join(f"{name} = '{path}'\n" for name, path in tls._asdict().items())
+    files = f"transport = '{transport}'\n"
+    files += "" if tls is None else "".join(f"{name} = '{path}'\n" for name, path in tls._asdict().items())
     with ExitStack() as stack:
         running = []
         for number, address in enumerate(addresses):

@@ -16,11 +16,12 @@ from kvfs import limits
 from kvfs.config.settings import ClusterSettings, host_and_port
 from kvfs.errors import InvalidRequest, Unsupported
 from tiers.model.objects import Bucket
+from tiers.remote.connections.fabric import load_fabric
 from tiers.remote.connections.identity import read_identity
 from tiers.remote.fetch import Fetcher
 from tiers.remote.holders import BlockDirectory, Holders, NoDirectory, leading, runs
 from tiers.remote.order_poller import OrderPoller
-from tiers.remote.peer import COUNTS, Opener, Peer, open_tcp
+from tiers.remote.peer import COUNTS, Opener, Peer, UcxOpener, open_tcp
 from tiers.remote.pull_link import PullLink
 from tiers.remote.pulls import Pulls
 from tiers.remote.serving import Serving, listen
@@ -46,7 +47,10 @@ class Cluster:
     ) -> None:
         """Prepare the parts. Raises ConfigError."""
         self._own = own = read_identity(settings, store.store_id)
-        self._listen, self._opener, self._store = settings.listen, opener, store
+        fabric = load_fabric() if settings.transport == "ucx" else None
+        self._match_opener = opener
+        self._opener = opener if fabric is None else UcxOpener(fabric)
+        self._listen, self._store = settings.listen, store
         self._advertised = settings.advertised
         self._directory = directory or NoDirectory()
         self.peers = [self._peer(address) for address in settings.peers]
@@ -55,7 +59,7 @@ class Cluster:
         self._fetcher = Fetcher(store, self.peers, settings.match_wait_s)
         self._orders, self._has_conductor = OrderPoller(settings, store, self), bool(settings.conductor)
         pulls = Pulls(store, self._fetcher, self._peer_at, lambda: self.is_draining)
-        self._serving = None if settings.listen is None else Serving(store, own, pulls)
+        self._serving = None if settings.listen is None else Serving(store, own, pulls, fabric)
         self._tasks = Tasks()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -224,7 +228,7 @@ class Cluster:
         return found
 
     def _peer(self, address: str) -> Peer:
-        return Peer(address, *host_and_port(address), self._own, self._opener)
+        return Peer(address, *host_and_port(address), self._own, self._opener, self._match_opener)
 
 
 def _total(peers: Sequence[dict[str, Any]], name: str) -> int:

@@ -23,6 +23,7 @@ from tiers.remote.wire import (
     HELLO_BYTES,
     NONCE_BYTES,
     PROOF_BYTES,
+    PULLS,
     WELCOME_BYTES,
     Hello,
     Proofs,
@@ -65,14 +66,16 @@ async def _ask(peer: Connection, own: Identity, purpose: int) -> bytes:
 
 
 async def _receive_nonce(peer: Connection, purpose: int) -> bytes:
-    """Receive what a machine answers a greeting with. Raises Unsupported where it ends one for pulls instead."""
+    """Receive what a machine answers a greeting with. Raises Unsupported where it ends one instead that is not known to
+    older ones."""
     try:
         return await peer.receive_all(NONCE_BYTES)
     except ProtocolError:
         if purpose == BLOCKS:
             raise
+        what = "it fetches nothing when asked" if purpose == PULLS else "it has no UCX"
         raise Unsupported(
-            "it fetches nothing when asked: its kvfs is of an earlier version, or it has no room for a connection"
+            f"{what}: its kvfs is of an earlier version, or it has no room for a connection"
         ) from None
 
 

@@ -19,6 +19,7 @@ import trio
 from kvfs._native.remote.stream import Stream
 from kvfs.errors import DeadlinePassed, KvfsError, ProtocolError
 from tiers.remote.connections.connection import Connection
+from tiers.remote.connections.fabric import FabricWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,10 @@ class PeerLink(Protocol):
     """Moves blocks from one peer, whatever the transport. Waits are bounded by `wait_s`."""
 
     @property
+    def transport(self) -> str:
+        """Return what bytes go by: tcp, tls or ucx."""
+
+    @property
     def is_usable(self) -> bool:
         """Return whether another call may be made."""
 
@@ -59,12 +64,18 @@ class PeerLink(Protocol):
 
 
 class TcpLink:
-    """Implements `PeerLink` over one TCP connection, plain or with TLS."""
+    """Implements `PeerLink` over one TCP connection, plain or with TLS, or with a fabric beside it for the bytes."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, fabric: FabricWorker | None = None) -> None:
         """Take over a connection whose peer was verified. Raises OSError."""
-        self._stream = connection.hand_over(Stream)
+        plain = "tls" if connection.is_encrypted else "tcp"
+        self._transport = plain if fabric is None else "ucx"
+        self._stream = connection.hand_over(Stream, fabric)
         self._is_open = True
+
+    @property
+    def transport(self) -> str:
+        return self._transport
 
     @property
     def is_usable(self) -> bool:

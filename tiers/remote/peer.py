@@ -20,15 +20,16 @@ import trio
 
 from kvfs import limits
 from kvfs._native.remote.stream import FOUND
-from kvfs.errors import DeadlinePassed, KvfsError, NotPermitted, ProtocolError, TierUnreachable
+from kvfs.errors import DeadlinePassed, KvfsError, NotPermitted, ProtocolError, TierUnreachable, Unsupported
 from kvfs.system.pauses import Pause
 from tiers.remote.connections.connection import Connection
+from tiers.remote.connections.fabric import Fabric, FabricWorker
 from tiers.remote.connections.identity import Identity
 from tiers.remote.greeting import connect
 from tiers.remote.hedging import Latencies
 from tiers.remote.link import PeerLink, Read, TcpLink, Want
 from tiers.remote.read_queue import ReadQueue, Urgency
-from tiers.remote.wire import PULLS
+from tiers.remote.wire import FABRIC, PULLS
 
 log = logging.getLogger("kvfs.remote")
 
@@ -54,17 +55,71 @@ async def open_tcp(host: str, port: int, own: Identity) -> tuple[PeerLink, bytes
         raise
 
 
+class UcxOpener:
+    """Opens links whose bytes come by UCX, and such over TCP to a machine where that cannot be."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+        self._without: dict[tuple[str, int], tuple[str, float]] = {}
+        """Machines that have no UCX, why, and until when they are not asked for it."""
+
+    async def __call__(self, host: str, port: int, own: Identity) -> tuple[PeerLink, bytes]:
+        """Open a link. Raises OSError, KvfsError."""
+        if self._without.get((host, port), ("", 0.0))[1] > trio.current_time():
+            return await open_tcp(host, port, own)
+        try:
+            connection, store_id = await connect(host, port, own, FABRIC)
+        except Unsupported as error:
+            self._note(host, port, str(error), limits.REMOTE_WITHOUT_FABRIC_S)
+            return await open_tcp(host, port, own)
+        try:
+            return TcpLink(connection, await self._reach(connection, host, port)), store_id
+        except BaseException:
+            connection.close()
+            raise
+
+    async def _reach(self, connection: Connection, host: str, port: int) -> FabricWorker | None:
+        try:
+            worker = await self._fabric.reach(connection)
+        except (Unsupported, TierUnreachable) as error:
+            is_slow = isinstance(error, TierUnreachable)
+            self._note(host, port, str(error), limits.REMOTE_WITHOUT_FABRIC_S if is_slow else 0.0)
+            return None
+        self._without.pop((host, port), None)
+        return worker
+
+    def _note(self, host: str, port: int, why: str, pause_s: float) -> None:
+        before, _ = self._without.get((host, port), ("", 0.0))
+        if len(self._without) >= 2 * limits.MAX_CLUSTER_NODES:
+            self._without.clear()
+        self._without[host, port] = why, trio.current_time() + pause_s
+        if why != before:
+            log.warning("%s:%d: bytes come over TCP: %s", host, port, why, extra={"cause": host})
+
+
 class Peer:
     """Reads blocks of one machine."""
 
-    def __init__(self, address: str, host: str, port: int, own: Identity, opener: Opener = open_tcp) -> None:
+    def __init__(
+        self,
+        address: str,
+        host: str,
+        port: int,
+        own: Identity,
+        opener: Opener = open_tcp,
+        match_opener: Opener | None = None,
+    ) -> None:
+        """Open links for bytes by `opener`, that for MATCH by another one if there is one."""
         self.address = address
         self.counts: Counter[str] = Counter()
         """See COUNTS."""
         self.latencies = Latencies()
         self.store_id: bytes | None = None
         self.trouble = ""
+        self.transport = ""
+        """That of the last link for bytes."""
         self._host, self._port, self._own, self._opener = host, port, own, opener
+        self._match_opener = match_opener or opener
         self._queue = ReadQueue(limits.REMOTE_STREAMS)
         self._idle: deque[tuple[PeerLink, float]] = deque()
         """Links for bytes and since when nothing comes over them, the latest last: it is used next."""
@@ -202,6 +257,7 @@ class Peer:
             "is_self": self.is_self,
             "is_up": self.is_up,
             "trouble": self.trouble,
+            "transport": self.transport,
             "links": len(self._links) + (self._match_link is not None),
             "waiting": len(self._queue),
             **{key: self.counts[key] for key in COUNTS},
@@ -214,7 +270,7 @@ class Peer:
                 link.close()
             self._match_link = None
             with self._reporting():
-                self._match_link = link = await self._open()
+                self._match_link = link = await self._open(self._match_opener)
         return link
 
     async def _take(self) -> PeerLink:
@@ -223,7 +279,8 @@ class Peer:
             if link.is_usable:
                 return link
             self._drop(link)
-        link = await self._open()
+        link = await self._open(self._opener)
+        self.transport = link.transport
         self._links.add(link)
         return link
 
@@ -237,9 +294,9 @@ class Peer:
         link.close()
         self._links.discard(link)
 
-    async def _open(self) -> PeerLink:
+    async def _open(self, opener: Opener) -> PeerLink:
         try:
-            link, self.store_id = await self._opener(self._host, self._port, self._own)
+            link, self.store_id = await opener(self._host, self._port, self._own)
         except (OSError, ValueError) as error:  # a name that no resolver takes is a ValueError
             raise TierUnreachable(f"cannot be reached: {error}") from None
         if self.is_self:

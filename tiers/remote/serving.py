@@ -20,15 +20,16 @@ import trio
 
 from kvfs import limits
 from kvfs._native.remote.server import Server
-from kvfs.errors import ConfigError, KvfsError, NotFound
+from kvfs.errors import ConfigError, DeadlinePassed, KvfsError, NotFound
 from kvfs.keys import HASH_BYTES
 from tiers.model.objects import Change
 from tiers.model.tier import Kind, StoreKey
 from tiers.remote.connections.connection import Connection
+from tiers.remote.connections.fabric import Fabric, FabricWorker, decline
 from tiers.remote.connections.identity import Identity
 from tiers.remote.greeting import accept
 from tiers.remote.pulls import Pulls
-from tiers.remote.wire import PULLS
+from tiers.remote.wire import FABRIC, PULLS
 from tiers.store.store import Store
 
 log = logging.getLogger("kvfs.remote")
@@ -50,8 +51,8 @@ async def listen(host: str, port: int) -> list[trio.SocketListener]:
 class Serving:
     """Serves the blocks of one store to other machines."""
 
-    def __init__(self, store: Store, own: Identity, pulls: Pulls) -> None:
-        self._store, self._own, self._pulls = store, own, pulls
+    def __init__(self, store: Store, own: Identity, pulls: Pulls, fabric: Fabric | None = None) -> None:
+        self._store, self._own, self._pulls, self._fabric = store, own, pulls, fabric
         self._server = Server(store.table, store.dram.directory)
         self._connections: dict[int, str] = {}
         """The peer's address, by the native connection's number."""
@@ -111,7 +112,8 @@ class Serving:
                 nursery.start_soon(self._pulls.serve, connection, hello.store_id, name)
                 return
             try:
-                number = connection.hand_over(self._server.open)
+                fabric = await self._offer(connection) if hello.purpose == FABRIC else None
+                number = connection.hand_over(self._server.open, fabric)
             except BaseException:
                 connection.close()
                 raise
@@ -121,6 +123,15 @@ class Serving:
             log.warning("%s: refused: %s", name, error, extra={"cause": host})
         finally:
             self._greetings.release_on_behalf_of(token)
+
+    async def _offer(self, connection: Connection) -> FabricWorker | None:
+        """Tell a peer that asks for it how bytes go to it by this machine's fabric, or that there is none."""
+        with trio.move_on_after(limits.REMOTE_GREETING_S):
+            if self._fabric is not None:
+                return await self._fabric.serve(connection)
+            await decline(connection)
+            return None
+        raise DeadlinePassed(f"it took no offer within {limits.REMOTE_GREETING_S:g} s")
 
     async def _attend(self, nursery: trio.Nursery) -> None:
         """Bring up what peers wait for, answer questions, and close connections that have ended."""

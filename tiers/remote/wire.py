@@ -19,8 +19,9 @@ from kvfs.errors import FormatMismatch, NotPermitted, ProtocolError
 
 MAGIC: Final = b"kvfs-rem"
 VERSION: Final = 1
-BLOCKS, PULLS = 0, 1
-"""What a connection is for: requests for blocks (`kvfs/_native/remote/wire.h`), or pulls (`tiers.remote.pull_wire`)."""
+BLOCKS, PULLS, FABRIC = 0, 1, 2
+"""What a connection is for: requests for blocks (`kvfs/_native/remote/wire.h`), pulls (`tiers.remote.pull_wire`), or
+requests for blocks whose bytes go by a fabric (`tiers.remote.connections.fabric`) if both sides have one."""
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 STORE_ID_BYTES: Final = 16
@@ -52,7 +53,7 @@ def decode_hello(data: bytes) -> Hello:
         raise ProtocolError("it speaks TLS: [cluster] certificate, key and authorities are not set here")
     if magic != MAGIC:
         raise ProtocolError("no greeting of a kvfs machine")
-    if version != VERSION or purpose not in (BLOCKS, PULLS):
+    if version != VERSION or purpose not in (BLOCKS, PULLS, FABRIC):
         spoken = f"{version}" if version != VERSION else f"{version}, for purpose {purpose},"
         raise FormatMismatch(f"it speaks version {spoken} of the remote protocol, this service {VERSION}")
     return Hello(store_id, nonce, purpose)

@@ -1,7 +1,7 @@
 /* Serving blocks to other machines: a thread for each connection, from the shared table and the slots to the socket.
  *
- * Responsibility: a request in, its answers out, the bytes by sendfile from the slot's own pages, or through a buffer
- * where a session encrypts them. The event loop has accepted the connection and verified the peer before a thread begins;
+ * Responsibility: a request in, its answers out, the bytes by sendfile from the slot's own pages, through a buffer
+ * where a session encrypts them, or in pieces by a fabric (fabric.h). The event loop has accepted the connection and verified the peer before a thread begins;
  * it brings up what only NVMe has.
  *
  * Invariants:
@@ -43,6 +43,7 @@
 #define BYTES_AT_ONCE ((size_t)8 << 20)
 #define PIECE_BYTES ((size_t)64 << 10)
 #define SMALL_BYTES 65536u
+#define INLINE_BYTES 16384u /* no more go over the connection where there is a fabric: two messages are as much */
 
 static void notify(struct kvfs_remote_server *s) {
     const uint64_t one = 1;
@@ -96,6 +97,68 @@ static int send_slot(const struct kvfs_remote_connection *c, int slot, uint64_t 
         if (put <= 0) return put == 0 ? -EIO : errno == EAGAIN ? -ETIMEDOUT : -errno;
     }
     return 0;
+}
+
+/* --- pieces of a fabric ------------------------------------------------------------------------------------------ */
+static int receive_taken(struct kvfs_remote_connection *c) {
+    struct kvfs_remote_taken said;
+    int rc = receive_all(c, &said, sizeof said);
+    if (rc == 0) rc = kvfs_remote_check_taken(&said, c->taken, c->sent_pieces);
+    if (rc == 0) c->taken = said.count;
+    return rc;
+}
+
+/* Waits until the peer has all pieces but `most`. */
+static int wait_taken(struct kvfs_remote_connection *c, uint64_t most) {
+    int rc = 0;
+    while (rc >= 0 && c->sent_pieces - c->taken > most) {
+        rc = c->fabric->calls->wait(c->fabric, c->channel.fd, POLLIN, c->deadline_ns);
+        if (rc == 0) rc = receive_taken(c);
+    }
+    return rc < 0 ? rc : 0;
+}
+
+/* Waits until a piece that the peer has is nothing to the fabric any more, either. */
+static int wait_free(struct kvfs_remote_connection *c, uint64_t number) {
+    int rc = 0;
+    while (rc >= 0 && (rc = c->fabric->calls->is_done(c->fabric, number)) == 0)
+        rc = c->fabric->calls->wait(c->fabric, c->channel.fd, POLLRDHUP, c->deadline_ns) ?: -ECONNRESET;
+    return rc < 0 ? rc : 0;
+}
+
+static int read_whole(int slot, uint8_t *into, size_t bytes, uint64_t offset) {
+    size_t done = 0;
+    while (done < bytes) {
+        const ssize_t got = pread(slot, into + done, bytes - done, (off_t)(offset + done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return got == 0 ? -EIO : -errno;
+        done += (size_t)got;
+    }
+    return 0;
+}
+
+static int send_pieces(struct kvfs_remote_connection *c, int slot, uint64_t bytes) {
+    uint64_t offset = 0;
+    int rc = 0;
+    while (rc == 0 && offset < bytes) {
+        const uint64_t left = bytes - offset;
+        const size_t some = left < KVFS_FABRIC_PIECE_BYTES ? (size_t)left : KVFS_FABRIC_PIECE_BYTES;
+        rc = wait_taken(c, KVFS_FABRIC_PIECES - 1);
+        if (rc == 0) rc = wait_free(c, c->sent_pieces);
+        if (rc == 0) rc = read_whole(slot, kvfs_fabric_piece(c->fabric, c->sent_pieces), some, offset);
+        if (rc == 0) rc = c->fabric->calls->send(c->fabric, c->sent_pieces, some);
+        if (rc < 0) return rc;
+        (void)c->fabric->calls->progress(c->fabric);
+        c->sent_pieces++;
+        offset += some;
+    }
+    return rc;
+}
+
+/* The bytes of a block, whose item says how they come. */
+static int send_bytes(struct kvfs_remote_connection *c, int slot, const struct kvfs_remote_item *item) {
+    if (item->status == KVFS_REMOTE_PIECES) return send_pieces(c, slot, item->size_bytes);
+    return item->status == KVFS_REMOTE_FOUND ? send_slot(c, slot, item->size_bytes) : 0;
 }
 
 /* --- looking blocks up ------------------------------------------------------------------------------------------- */
@@ -256,12 +319,18 @@ static int answer_want(struct kvfs_remote_connection *c, const struct kvfs_remot
     else
         item.status = (uint32_t)describe(s, slot, &header, want, &item);
     if (item.status == KVFS_REMOTE_BUSY) item.size_bytes = 0;
-    rc = send_all(c, &item, sizeof item, item.status == KVFS_REMOTE_FOUND && item.size_bytes ? MSG_MORE : 0);
-    if (rc == 0 && item.status == KVFS_REMOTE_FOUND) rc = send_slot(c, slot, item.size_bytes);
+    const int found = item.status == KVFS_REMOTE_FOUND;
+    if (found && c->by_fabric && item.size_bytes > INLINE_BYTES) item.status = KVFS_REMOTE_PIECES;
+    /* The peer reads no bytes of the connection before it has the pieces that it waits for. */
+    if (item.status == KVFS_REMOTE_FOUND) rc = wait_taken(c, 0);
+    const int more = item.status == KVFS_REMOTE_FOUND && item.size_bytes;
+    if (rc == 0) rc = send_all(c, &item, sizeof item, more ? MSG_MORE : 0);
+    if (rc == 0) rc = send_bytes(c, slot, &item);
     if (slot >= 0) close(slot);
     if (rc == 0) {
+        if (found) item.status = KVFS_REMOTE_FOUND;
         count_item(s, &item);
-        c->sent |= (uint64_t)(item.status == KVFS_REMOTE_FOUND) << index;
+        c->sent |= (uint64_t)found << index;
     }
     return rc;
 }
@@ -292,10 +361,11 @@ static int serve_read(struct kvfs_remote_connection *c, const struct kvfs_remote
         if (look_up(s->table, wants[i].digest, &view) && !(view.tiers & KVFS_TIER_DRAM))
             (void)ask_for(s, wants[i].digest, request->namespace_digest);
     int rc = 0;
-    const int small = has_small(request, wants);
+    const int small = !c->by_fabric && has_small(request, wants);
     if (small) set_cork(c->channel.fd, 1);
     for (uint32_t i = 0; rc == 0 && i < request->count; i++) rc = answer_want(c, request, i, &wants[i]);
     if (small) set_cork(c->channel.fd, 0);
+    if (rc == 0) rc = wait_taken(c, 0);
     note_hits(c, wants, request->count);
     return rc;
 }
@@ -346,8 +416,18 @@ static void begin_request(struct kvfs_remote_connection *c, const struct kvfs_re
     c->bound_bucket = 0;
     c->sent = 0;
     c->has_read |= request->kind == KVFS_REMOTE_READ;
+    c->by_fabric = (request->flags & KVFS_REMOTE_BY_FABRIC) != 0;
     c->deadline_ns = now_ns + 2 * half_ns;
     c->below_deadline_ns = now_ns + (half_ns < c->server->lift_wait_ns ? half_ns : c->server->lift_wait_ns);
+}
+
+static int wait_with_fabric(const struct kvfs_remote_connection *c) {
+    const int64_t until_ns = c->has_read ? kvfs_clock_ns(CLOCK_MONOTONIC) + c->server->idle_ms * 1000000ll : INT64_MAX;
+    int rc;
+    while ((rc = c->fabric->calls->wait(c->fabric, c->channel.fd, POLLIN, until_ns)) == 1)
+        ;
+    if (rc == -ETIMEDOUT || rc == -ECONNRESET) return 0; /* a peer's end shows here, too */
+    return rc < 0 ? rc : 1;
 }
 
 /* Waits for bytes of the peer, or its end: 1, 0 where it has been idle for too long, or -errno. What only MATCHes came
@@ -356,6 +436,7 @@ static int wait_for_request(const struct kvfs_remote_connection *c) {
     struct pollfd waits = {.fd = c->channel.fd, .events = POLLIN};
     int ready;
     if (kvfs_channel_has_bytes(&c->channel)) return 1;
+    if (c->fabric != NULL) return wait_with_fabric(c);
     while ((ready = poll(&waits, 1, c->has_read ? c->server->idle_ms : -1)) < 0)
         if (errno != EINTR) return -errno;
     return ready;
@@ -373,6 +454,7 @@ static int serve_one(struct kvfs_remote_connection *c, uint64_t *body) {
     if (rc < 0) return rc;
     int64_t bytes = kvfs_remote_check_request(&request);
     if (bytes < 0) return (int)bytes;
+    if (c->fabric == NULL && (request.flags & KVFS_REMOTE_BY_FABRIC)) return -EPROTO;
     rc = receive_all(c, body, (size_t)bytes);
     if (rc < 0) return rc;
     begin_request(c, &request);
@@ -389,6 +471,7 @@ static void *thread_main(void *argument) {
     int rc = 0;
     while (rc == 0) rc = serve_one(c, body);
     shutdown(c->channel.fd, SHUT_RDWR);
+    if (c->fabric != NULL) c->fabric->calls->free(c->fabric); /* takes some ms */
     kvfs_lock(&c->server->lock);
     c->error = rc < 0 ? rc : 0;
     c->server->counts.broken += rc == -EPROTO;
@@ -467,15 +550,16 @@ static int prepare(int fd) {
     return 0;
 }
 
-/* Takes over a channel whose peer was verified; the connection's number, its own until it is reaped; or -errno. */
-int64_t kvfs_remote_open(struct kvfs_remote_server *s, struct kvfs_channel channel)
+/* Takes over a channel whose peer was verified, and a fabric if there is one; the connection's number, its own until it is
+ * reaped; or -errno. */
+int64_t kvfs_remote_open(struct kvfs_remote_server *s, struct kvfs_channel channel, struct kvfs_fabric *fabric)
     UNCHECKED /* its thread begins with the last step */
 {
     uint32_t number = 0;
     while (number < s->connection_count && s->connections[number].used) number++;
     if (number == s->connection_count) return -EMFILE;
     struct kvfs_remote_connection *c = &s->connections[number];
-    *c = (struct kvfs_remote_connection){.server = s, .channel = channel, .number = number};
+    *c = (struct kvfs_remote_connection){.server = s, .channel = channel, .fabric = fabric, .number = number};
     int rc = prepare(channel.fd);
     if (rc == 0 && channel.session != NULL) {
         c->pieces = malloc(PIECE_BYTES);

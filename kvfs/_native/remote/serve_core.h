@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "remote/channel.h"
+#include "remote/fabric.h"
 #include "shared/hits.h"
 #include "shared/mutex.h"
 #include "shared/table_core.h"
@@ -64,15 +65,18 @@ struct kvfs_remote_connection {
     pthread_t thread;
     int used; /* the event loop's */
     struct kvfs_channel channel;
-    uint8_t *pieces; /* of blocks, on their way into a session; NULL without one */
+    uint8_t *pieces;            /* of blocks, on their way into a session; NULL without one */
+    struct kvfs_fabric *fabric; /* NULL: all bytes go over the channel */
     uint32_t number;
     /* The thread's, for the request that it answers. */
-    int64_t begun_ns;          /* when its first byte was there */
-    uint32_t bound_bucket;     /* that of the last block, 0 before there was one */
-    uint64_t sent;             /* bit i: the i-th block of a READ was sent whole */
-    int has_read;              /* in this request or an earlier one */
-    int64_t deadline_ns;       /* the asker waits no longer */
-    int64_t below_deadline_ns; /* until then it waits for what is below DRAM, for all its blocks together */
+    int64_t begun_ns;            /* when its first byte was there */
+    uint32_t bound_bucket;       /* that of the last block, 0 before there was one */
+    uint64_t sent;               /* bit i: the i-th block of a READ was sent whole */
+    int has_read;                /* in this request or an earlier one */
+    int by_fabric;               /* what is larger than KVFS_REMOTE_INLINE_BYTES */
+    uint64_t sent_pieces, taken; /* by the fabric, since the connection began */
+    int64_t deadline_ns;         /* the asker waits no longer */
+    int64_t below_deadline_ns;   /* until then it waits for what is below DRAM, for all its blocks together */
     struct kvfs_remote_question question GUARDED_BY(server->lock);
     int ended GUARDED_BY(server->lock); /* 0, or 1 once the thread has done its last step */
     int error GUARDED_BY(server->lock); /* why it ended: 0 or -errno */
@@ -81,7 +85,7 @@ struct kvfs_remote_connection {
 /* `table`, `hash`, `dirfd`, `lift_wait_ns` and `idle_ms` are set, all else is zero. */
 int kvfs_remote_start(struct kvfs_remote_server *s, uint32_t connections, uint32_t lifts, uint32_t hits);
 void kvfs_remote_stop(struct kvfs_remote_server *s);
-int64_t kvfs_remote_open(struct kvfs_remote_server *s, struct kvfs_channel channel);
+int64_t kvfs_remote_open(struct kvfs_remote_server *s, struct kvfs_channel channel, struct kvfs_fabric *fabric);
 int kvfs_remote_reap(struct kvfs_remote_server *s, uint32_t number, int *error);
 int kvfs_remote_bind(struct kvfs_remote_server *s, const struct kvfs_remote_binding *bindings, uint32_t count);
 uint32_t kvfs_remote_take_lifts(struct kvfs_remote_server *s, uint8_t *pairs, uint32_t most);

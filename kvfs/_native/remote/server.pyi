@@ -31,9 +31,10 @@ class Server:
     def fileno(self) -> int:
         """Return a descriptor that is readable while there are lifts or questions to take or connections to reap."""
 
-    def open(self, fd: int, session: CapsuleType | None = None) -> int:
-        """Take over the socket of a peer that was verified, and a session over it (`kvfs._native.remote.tls`), unless
-        it raises LimitExceeded; return the connection's number."""
+    def open(self, fd: int, session: CapsuleType | None = None, fabric: CapsuleType | None = None) -> int:
+        """Take over the socket of a peer that was verified, a session over it (`kvfs._native.remote.tls`), and a fabric
+        that it gets blocks by (`kvfs._native.remote.ucx`), unless it raises LimitExceeded; return the connection's
+        number."""
 
     def reap(self, number: int) -> int | None:
         """Close a connection that has ended and return the errno that ended it, 0 for the peer; None while it goes

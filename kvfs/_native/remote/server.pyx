@@ -14,7 +14,7 @@ import os
 from kvfs import limits
 from kvfs.errors import InvalidRequest, from_errno
 
-from kvfs._native.remote.channel cimport kvfs_channel, note_taken, session_of
+from kvfs._native.remote.channel cimport fabric_of, kvfs_channel, kvfs_fabric, note_taken, session_of
 from kvfs._native.shared.slots cimport hash_descriptor
 from kvfs._native.shared.table cimport Table, kvfs_table
 
@@ -54,7 +54,7 @@ cdef extern from "remote/serve_core.h" nogil:
 
     int kvfs_remote_start(kvfs_remote_server *s, uint32_t connections, uint32_t lifts, uint32_t hits)
     void kvfs_remote_stop(kvfs_remote_server *s)
-    int64_t kvfs_remote_open(kvfs_remote_server *s, kvfs_channel channel)
+    int64_t kvfs_remote_open(kvfs_remote_server *s, kvfs_channel channel, kvfs_fabric *fabric)
     int kvfs_remote_reap(kvfs_remote_server *s, uint32_t number, int *error)
     int kvfs_remote_bind(kvfs_remote_server *s, const kvfs_remote_binding *bindings, uint32_t count)
     uint32_t kvfs_remote_take_lifts(kvfs_remote_server *s, uint8_t *pairs, uint32_t most)
@@ -109,12 +109,13 @@ cdef class Server:
         self._need()
         return self._s.notify_fd
 
-    def open(self, int fd, session=None):
+    def open(self, int fd, session=None, fabric=None):
         self._need()
-        cdef int64_t number = kvfs_remote_open(&self._s, kvfs_channel(fd, session_of(session)))
+        cdef int64_t number = kvfs_remote_open(&self._s, kvfs_channel(fd, session_of(session)), fabric_of(fabric))
         if number < 0:
             raise from_errno(<int>number, "serve a connection")
         note_taken(session)
+        note_taken(fabric)
         return number
 
     def reap(self, uint32_t number):

@@ -20,8 +20,11 @@ NOT_WRITTEN: int
 class Stream:
     """One connection to a peer that was verified."""
 
-    def __init__(self, socket: int, session: CapsuleType | None = None) -> None:
-        """Take over a socket, and a session over it (`kvfs._native.remote.tls`), unless it raises OSError."""
+    def __init__(
+        self, socket: int, session: CapsuleType | None = None, fabric: CapsuleType | None = None
+    ) -> None:
+        """Take over a socket, a session over it (`kvfs._native.remote.tls`), and a fabric by which blocks come
+        (`kvfs._native.remote.ucx`), unless it raises OSError."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable once a job is done."""

@@ -11,13 +11,20 @@ from posix.time cimport CLOCK_MONOTONIC
 
 from kvfs.errors import InvalidRequest, from_errno
 
-from kvfs._native.remote.channel cimport kvfs_channel, kvfs_channel_is_quiet, note_taken, session_of
+from kvfs._native.remote.channel cimport (
+    fabric_of,
+    kvfs_channel,
+    kvfs_channel_is_quiet,
+    kvfs_fabric,
+    note_taken,
+    session_of,
+)
 
 cdef extern from "shared/mutex.h" nogil:
     int64_t kvfs_clock_ns(int clock)
 
 cdef extern from "remote/stream_core.h" nogil:
-    int KVFS_REMOTE_REQUEST, KVFS_REMOTE_READ, KVFS_REMOTE_MATCH, KVFS_REMOTE_URGENT
+    int KVFS_REMOTE_REQUEST, KVFS_REMOTE_READ, KVFS_REMOTE_MATCH, KVFS_REMOTE_URGENT, KVFS_REMOTE_BY_FABRIC
     int KVFS_REMOTE_READS, KVFS_REMOTE_MATCHES, KVFS_REMOTE_WAIT_MS
     int KVFS_REMOTE_FOUND, KVFS_REMOTE_ABSENT, KVFS_REMOTE_TOO_LARGE, KVFS_REMOTE_BUSY
     int KVFS_REMOTE_NOT_ANSWERED, KVFS_REMOTE_MISMATCH, KVFS_REMOTE_NOT_WRITTEN
@@ -45,6 +52,7 @@ cdef extern from "remote/stream_core.h" nogil:
 
     struct kvfs_remote_stream:
         kvfs_channel channel
+        kvfs_fabric *fabric
         int notify_fd
         kvfs_remote_request request
         int64_t deadline_ns
@@ -54,7 +62,7 @@ cdef extern from "remote/stream_core.h" nogil:
         uint32_t matched
         int result
 
-    int kvfs_stream_start(kvfs_remote_stream *s, kvfs_channel channel)
+    int kvfs_stream_start(kvfs_remote_stream *s, kvfs_channel channel, kvfs_fabric *fabric)
     void kvfs_stream_begin(kvfs_remote_stream *s)
     int kvfs_stream_take(kvfs_remote_stream *s)
     void kvfs_stream_stop(kvfs_remote_stream *s)
@@ -74,13 +82,14 @@ cdef class Stream:
     cdef bint _busy
     cdef uint64_t _number
 
-    def __init__(self, int socket, session=None):
+    def __init__(self, int socket, session=None, fabric=None):
         if self._running:
             raise InvalidRequest("this stream runs already")
-        cdef int rc = kvfs_stream_start(&self._s, kvfs_channel(socket, session_of(session)))
+        cdef int rc = kvfs_stream_start(&self._s, kvfs_channel(socket, session_of(session)), fabric_of(fabric))
         if rc < 0:
             raise from_errno(rc, "begin a stream")
         note_taken(session)
+        note_taken(fabric)
         self._running = True
 
     def __dealloc__(self):
@@ -120,6 +129,8 @@ cdef class Stream:
         self._prepare(KVFS_REMOTE_READ, len(wants), KVFS_REMOTE_READS, namespace, wait_s)
         if urgent:
             self._s.request.flags = KVFS_REMOTE_URGENT
+        if self._s.fabric != NULL:
+            self._s.request.flags |= KVFS_REMOTE_BY_FABRIC
         for digest, _, _ in wants:
             if PyBytes_GET_SIZE(digest) != 16:
                 raise InvalidRequest("a prefix hash has 16 bytes")

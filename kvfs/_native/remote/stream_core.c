@@ -5,6 +5,7 @@
  *
  * Invariants:
  * - What a peer says is checked before it counts (wire_core.c); an answer out of step ends the stream.
+ * - Bytes by a fabric come into its own memory, and from there into a draft: what comes late reaches no draft.
  * - A job ends at its deadline, whatever the peer does, and at once when the socket is shut down.
  * - When a job is done all its descriptors are closed: nothing keeps a draft from its seal.
  *
@@ -72,6 +73,53 @@ static int receive_block(struct kvfs_remote_stream *s, struct kvfs_remote_read *
     return rc;
 }
 
+/* --- pieces of a fabric ------------------------------------------------------------------------------------------ */
+static size_t bytes_of_piece(const struct kvfs_remote_read *read, uint64_t number) {
+    const uint64_t left = read->size_bytes - number * KVFS_FABRIC_PIECE_BYTES;
+    return left < KVFS_FABRIC_PIECE_BYTES ? (size_t)left : KVFS_FABRIC_PIECE_BYTES;
+}
+
+/* As many at once as the peer sends before it is told that some are here. */
+static int begin_pieces(struct kvfs_remote_stream *s, const struct kvfs_remote_read *read, uint64_t first,
+                        uint64_t last) {
+    int rc = 0;
+    for (; rc == 0 && s->begun < last && s->begun - s->taken < KVFS_FABRIC_PIECES; s->begun++)
+        rc = s->fabric->calls->receive(s->fabric, s->begun, bytes_of_piece(read, s->begun - first));
+    return rc;
+}
+
+/* Writes the next piece to the draft, if it is here: 1, 0 where it is not yet, or -errno. */
+static int take_piece(struct kvfs_remote_stream *s, struct kvfs_remote_read *read, struct kvfs_body *body,
+                      uint64_t first) {
+    const int here = s->fabric->calls->is_done(s->fabric, s->taken);
+    if (here <= 0) return here;
+    const uint64_t number = s->taken - first;
+    int rc = kvfs_body_take(body, read->fd, number * KVFS_FABRIC_PIECE_BYTES, kvfs_fabric_piece(s->fabric, s->taken),
+                            bytes_of_piece(read, number));
+    read->status = rc < 0 ? KVFS_REMOTE_NOT_WRITTEN : read->status;
+    const struct kvfs_remote_taken said = {KVFS_REMOTE_TAKEN, 0, ++s->taken};
+    if (rc == 0) rc = send_all(s, &said, sizeof said);
+    return rc < 0 ? rc : 1;
+}
+
+/* The bytes of one block by the fabric, into its draft. */
+static int receive_pieces(struct kvfs_remote_stream *s, struct kvfs_remote_read *read, uint64_t *checksum) {
+    struct kvfs_body body;
+    const uint64_t first = s->taken;
+    const uint64_t last = first + (read->size_bytes + KVFS_FABRIC_PIECE_BYTES - 1) / KVFS_FABRIC_PIECE_BYTES;
+    int rc = kvfs_body_init(&body, 0);
+    while (rc >= 0 && s->taken < last) {
+        rc = begin_pieces(s, read, first, last);
+        if (rc == 0) rc = take_piece(s, read, &body, first);
+        if (rc == 0) /* the peer has nothing to say meanwhile, and its next items wait */
+            rc = s->fabric->calls->wait(s->fabric, s->channel.fd, POLLRDHUP, s->deadline_ns) ?: -ECONNRESET;
+    }
+    if (rc >= 0) *checksum = kvfs_body_xxh3(&body);
+    kvfs_body_free(&body);
+    if (rc < 0) s->fabric->calls->abandon(s->fabric);
+    return rc < 0 ? rc : 0;
+}
+
 static void close_draft(struct kvfs_remote_read *read) {
     if (read->fd >= 0) close(read->fd);
     read->fd = -1;
@@ -83,14 +131,16 @@ static int receive_item(struct kvfs_remote_stream *s, uint32_t index) {
     uint64_t checksum = 0;
     int rc = receive_all(s, &item, sizeof item);
     if (rc == 0) rc = kvfs_remote_check_item(&item, s->request.number, index, read->want.room_bytes);
+    if (rc == 0 && item.status == KVFS_REMOTE_PIECES && s->fabric == NULL) rc = -EPROTO;
     if (rc < 0) return rc;
     read->size_bytes = item.size_bytes;
     read->checksum = item.checksum;
     memcpy(read->parent, item.parent, KVFS_KEY_BYTES);
-    if (item.status == KVFS_REMOTE_FOUND) {
-        rc = receive_block(s, read, &checksum);
+    if (item.status == KVFS_REMOTE_FOUND || item.status == KVFS_REMOTE_PIECES) {
+        const int is_whole = item.status == KVFS_REMOTE_FOUND;
+        rc = is_whole ? receive_block(s, read, &checksum) : receive_pieces(s, read, &checksum);
         if (rc < 0) return rc;
-        if (checksum != item.checksum) item.status = KVFS_REMOTE_MISMATCH;
+        item.status = checksum == item.checksum ? KVFS_REMOTE_FOUND : KVFS_REMOTE_MISMATCH;
     }
     read->status = item.status;
     close_draft(read);
@@ -160,9 +210,11 @@ static void free_all(struct kvfs_remote_stream *s) UNCHECKED /* no thread any mo
     kvfs_mutex_destroy(&s->lock);
 }
 
-int kvfs_stream_start(struct kvfs_remote_stream *s, struct kvfs_channel channel) UNCHECKED /* no thread yet */
+int kvfs_stream_start(struct kvfs_remote_stream *s, struct kvfs_channel channel, struct kvfs_fabric *fabric)
+    UNCHECKED /* no thread yet */
 {
     s->channel = channel;
+    s->fabric = fabric;
     for (uint32_t i = 0; i < KVFS_REMOTE_READS; i++) s->reads[i].fd = -1;
     kvfs_mutex_init(&s->lock);
     kvfs_cond_init(&s->wake);
@@ -197,7 +249,7 @@ int kvfs_stream_take(struct kvfs_remote_stream *s) {
     return done;
 }
 
-/* Ends the thread, a job with it, and closes the channel. */
+/* Ends the thread, a job with it, and closes the channel, and the fabric. */
 void kvfs_stream_stop(struct kvfs_remote_stream *s) {
     if (!s->started) return;
     s->started = 0;
@@ -209,6 +261,7 @@ void kvfs_stream_stop(struct kvfs_remote_stream *s) {
     pthread_join(s->thread, NULL);
     for (uint32_t i = 0; i < KVFS_REMOTE_READS; i++) /* of a job that it had not begun */
         close_draft(&s->reads[i]);
+    if (s->fabric != NULL) s->fabric->calls->free(s->fabric);
     kvfs_channel_close(&s->channel);
     free_all(s);
 }

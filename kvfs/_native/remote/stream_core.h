@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "remote/channel.h"
+#include "remote/fabric.h"
 #include "shared/mutex.h"
 #include "wire.h"
 
@@ -28,7 +29,8 @@ enum { KVFS_STREAM_IDLE, KVFS_STREAM_BUSY, KVFS_STREAM_DONE, KVFS_STREAM_CLOSING
 
 struct kvfs_remote_stream {
     struct kvfs_channel channel;
-    int notify_fd; /* readable once a job is done */
+    struct kvfs_fabric *fabric; /* NULL: all bytes come over the channel */
+    int notify_fd;              /* readable once a job is done */
     int started;
     pthread_t thread;
     uint8_t *buffer;
@@ -42,14 +44,15 @@ struct kvfs_remote_stream {
     uint8_t digests[KVFS_REMOTE_MATCHES * KVFS_KEY_BYTES];
     uint64_t sizes[KVFS_REMOTE_MATCHES];
     uint32_t matched;
+    uint64_t begun, taken; /* pieces of the fabric, since the connection began */
     uint8_t out[sizeof(struct kvfs_remote_request) + KVFS_REMOTE_MATCHES * KVFS_KEY_BYTES];
     const uint8_t *unsent;
     size_t unsent_bytes;
     int result; /* 0, or -errno: the stream is of no use any more */
 };
 
-/* Takes over the channel, unless it fails; all else is zero. */
-int kvfs_stream_start(struct kvfs_remote_stream *s, struct kvfs_channel channel);
+/* Takes over the channel and the fabric, unless it fails; all else is zero. */
+int kvfs_stream_start(struct kvfs_remote_stream *s, struct kvfs_channel channel, struct kvfs_fabric *fabric);
 void kvfs_stream_begin(struct kvfs_remote_stream *s);
 int kvfs_stream_take(struct kvfs_remote_stream *s);
 void kvfs_stream_stop(struct kvfs_remote_stream *s);

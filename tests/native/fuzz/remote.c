@@ -30,7 +30,7 @@ static void run(const uint8_t *data, size_t size, uint16_t kind) {
     int ends[2];
     memset(&stream, 0, sizeof stream);
     check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
-    check(kvfs_stream_start(&stream, (struct kvfs_channel){.fd = ends[0]}) == 0);
+    check(kvfs_stream_start(&stream, (struct kvfs_channel){.fd = ends[0]}, NULL) == 0);
     check(write(ends[1], data, size) == (ssize_t)size && shutdown(ends[1], SHUT_WR) == 0);
     stream.request = (struct kvfs_remote_request){
         .magic = KVFS_REMOTE_REQUEST, .kind = kind, .count = BLOCKS, .wait_ms = 1000, .number = 1};

@@ -22,7 +22,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class TlsSession(Protocol):
+class Handed(Protocol):
+    """Is made here, and taken by native threads."""
+
+    @property
+    def capsule(self) -> CapsuleType:
+        """Return it as native takers want it."""
+
+    def take(self) -> None:
+        """Leave it to who has taken it."""
+
+
+class TlsSession(Handed, Protocol):
     """Encrypts: `kvfs._native.remote.tls.Session`, whose module is loaded where machines have certificates."""
 
     def handshake(self) -> bool:
@@ -37,13 +48,6 @@ class TlsSession(Protocol):
     @property
     def wants_room(self) -> bool:
         """Return whether what would block waits for the socket to take bytes, and not for some to come."""
-
-    @property
-    def capsule(self) -> CapsuleType:
-        """Return the session as native takers want it."""
-
-    def take(self) -> None:
-        """Leave the session to who has taken it."""
 
 
 class TlsContext(Protocol):
@@ -101,6 +105,11 @@ class Connection:
             data += some
         return data
 
+    @property
+    def is_encrypted(self) -> bool:
+        """Return whether all bytes go through a session."""
+        return self._session is not None
+
     def give_up_after(self, silence_s: float) -> None:
         """Have the kernel end the connection once what was sent is not acknowledged for so long."""
         self._peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence_s * 1000))
@@ -112,11 +121,17 @@ class Connection:
         for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
             self._peer.setsockopt(socket.IPPROTO_TCP, option, value)
 
-    def hand_over(self, taker: Callable[[int, CapsuleType | None], T]) -> T:
-        """Return what a native taker of descriptor and session returns; it has both from then on, unless it raises."""
+    def hand_over(
+        self, taker: Callable[[int, CapsuleType | None, CapsuleType | None], T], fabric: Handed | None = None
+    ) -> T:
+        """Return what a native taker of descriptor, session and fabric returns; it has all from then on, unless it
+        raises."""
         session = self._session
-        taken = taker(self._peer.fileno(), None if session is None else session.capsule)
+        parts = [None if part is None else part.capsule for part in (session, fabric)]
+        taken = taker(self._peer.fileno(), *parts)
         self._peer.detach()
+        if fabric is not None:
+            fabric.take()
         if session is not None:
             session.take()
         return taken
