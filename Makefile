@@ -7,7 +7,7 @@
 #   make wheel           dist/*.whl for each Python that is here, of 3.11 to 3.13    (WHEEL_PYTHONS="3.12 /path/to/python")
 #   make test-wheel      each wheel in a fresh environment, as a client of a service
 #   make test-asan       native tests with checks of memory and undefined behaviour; test-tsan: of data races
-#   make test-rig        what needs a kernel with NVMe over Fabrics, in a virtual machine
+#   make test-rig        what needs a kernel with NVMe over Fabrics or RDMA, in a virtual machine
 #   make test-gpu        tests/gpu on this machine's GPU, with the PYTHON that is there (docs/hardware.md)
 #   make fuzz            the native parsers against changed bytes                  (FUZZ_S=20 SEED=n)
 #   make soak            new seeds for all that draws, red ones to ./soak          (SOAK_S=3600 ARGS="--only crash,faults")
@@ -178,8 +178,8 @@ test-gpu:
 FUZZ_S ?= 20
 # tests/native, and of other rooms what reaches furthest, for its time, into the modules that those leave out.
 ASAN_TESTS := tests/native tests/cuda/test_copies.py tests/cuda/test_driver.py tests/foundation/test_index.py \
-    tests/nvme/test_stored_objects.py tests/recovery/test_edge_records.py tests/remote/test_rogues.py \
-    tests/remote/test_transfer.py tests/sessions/test_native_seals.py
+    tests/nvme/test_stored_objects.py tests/recovery/test_edge_records.py tests/remote/test_fabric.py \
+    tests/remote/test_rogues.py tests/remote/test_transfer.py tests/sessions/test_native_seals.py
 ASAN_TESTS += tests/client/test_weights.py::test_a_sample_differs_exactly_if_a_line_that_is_read_does
 ASAN_TESTS += tests/foundation/test_keys.py::test_a_continued_chain_equals_one_call
 ASAN_TESTS += tests/foundation/test_keys.py::test_all_widths_hash_alike
@@ -187,8 +187,8 @@ ASAN_TESTS += tests/scheduler/conductor/test_planners.py::test_native_decisions_
 ASAN_TESTS += tests/recovery/test_dram_recovery.py::test_any_first_part_of_what_is_dear_can_be_used
 # Native threads beside the event loop's. No test that forks a process which has threads: ThreadSanitizer follows none there.
 TSAN_TESTS := $(wildcard tests/native/test_fuse_*.py) tests/native/test_checksummer.py tests/native/test_sealer.py \
-    tests/native/test_tls_sessions.py tests/native/test_uring.py tests/remote/test_rogues.py \
-    tests/remote/test_transfer.py
+    tests/native/test_tls_sessions.py tests/native/test_uring.py tests/remote/test_fabric.py \
+    tests/remote/test_rogues.py tests/remote/test_transfer.py
 test-asan: $(STAMPS)/dev | $(STAMPS)/system-test
 	packaging/sanitized asan $(CURDIR)/$(BIN)/python -q -n $(TEST_WORKERS) $(ASAN_TESTS) $(ARGS)
 

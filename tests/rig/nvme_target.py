@@ -10,6 +10,7 @@ from typing import Final
 
 from kvfs.system.fabrics import Transport
 
+RXE: Final = Path("/sys/class/infiniband/rxe0")
 CONFIG: Final = Path("/sys/kernel/config/nvmet")
 PORTS: Final[dict[Transport, int]] = {"tcp": 1, "rdma": 2}
 ADDRESSES: Final[dict[Transport, str]] = {"tcp": "127.0.0.1", "rdma": "10.9.8.7"}
@@ -20,25 +21,25 @@ def run(*command: str | Path) -> None:
     subprocess.run(list(map(str, command)), check=True, timeout=60)
 
 
-def start() -> None:
-    """Load what is needed, and listen over TCP and over RDMA: soft-RoCE on an interface that leads nowhere."""
-    for module in (
-        "nvmet",
-        "nvmet-tcp",
-        "nvmet-rdma",
-        "nvme-tcp",
-        "nvme-rdma",
-        "crc32_generic",
-        "rdma_rxe",
-        "loop",
-    ):
+def add_rxe() -> None:
+    """Make an RDMA device: soft-RoCE on an interface that leads nowhere."""
+    if RXE.exists():
+        return
+    for module in ("crc32_generic", "rdma_rxe", "ib_uverbs"):
         run("modprobe", module)
-    if not CONFIG.exists():
-        run("mount", "-t", "configfs", "none", "/sys/kernel/config")
     run("ip", "link", "add", "eth0", "mtu", "4200", "type", "dummy")
     run("ip", "address", "add", f"{ADDRESSES['rdma']}/24", "dev", "eth0")
     run("ip", "link", "set", "eth0", "up")
-    run("rdma", "link", "add", "rxe0", "type", "rxe", "netdev", "eth0")
+    run("rdma", "link", "add", RXE.name, "type", "rxe", "netdev", "eth0")
+
+
+def start() -> None:
+    """Load what is needed, and listen over TCP and over RDMA."""
+    for module in ("nvmet", "nvmet-tcp", "nvmet-rdma", "nvme-tcp", "nvme-rdma", "loop"):
+        run("modprobe", module)
+    if not CONFIG.exists():
+        run("mount", "-t", "configfs", "none", "/sys/kernel/config")
+    add_rxe()
     for transport, number in PORTS.items():
         port = CONFIG / "ports" / str(number)
         port.mkdir()

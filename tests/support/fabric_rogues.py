@@ -7,7 +7,7 @@ Concurrency: trio tasks.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from struct import Struct
 
 import trio
@@ -108,9 +108,10 @@ class Gate:
             self.ends.set()
 
     async def _forth(self, asker: trio.SocketStream, server: trio.SocketStream) -> None:
-        async for data in asker:
-            if data[:4] == TAKEN.to_bytes(4, "little") and not self.may_pass.is_set():
-                self.held.set()
-                await self.may_pass.wait()
-            await server.send_all(data)
+        with suppress(trio.BrokenResourceError):  # the machine may have ended it meanwhile
+            async for data in asker:
+                if data[:4] == TAKEN.to_bytes(4, "little") and not self.may_pass.is_set():
+                    self.held.set()
+                    await self.may_pass.wait()
+                await server.send_all(data)
         self.ends.set()
