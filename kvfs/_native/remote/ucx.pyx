@@ -121,9 +121,12 @@ cdef class Worker:
 
     def connect(self, bytes address not None, uint64_t tag):
         cdef const char *reason = ""
+        cdef const char *data = PyBytes_AS_STRING(address)
+        cdef size_t count = <size_t>PyBytes_GET_SIZE(address)
+        cdef int rc
         self._need()
-        _check(kvfs_ucx_connect(self._u, PyBytes_AS_STRING(address), <size_t>PyBytes_GET_SIZE(address), tag, &reason),
-               reason)
+        rc = kvfs_ucx_connect(self._u, data, count, tag, &reason)
+        _check(rc, reason)
 
     def await_greeting(self, double wait_s):
         cdef const char *reason = ""
