@@ -488,7 +488,6 @@ class ClusterSettings(_Section):
     the service's user may read the key. SIGHUP reads them again."""
     transport: Literal["tcp", "ucx"] = "tcp"
     """What blocks' bytes come by from machines that have it, too; the rest of them by TCP."""
-
     match_wait_s: Annotated[float, Field(gt=0, le=MAX_REMOTE_MATCH_S)] = DEFAULT_REMOTE_MATCH_S
     """How long the directory, or all peers, may take to say who has what."""
     mount_fetches: bool = False
@@ -518,13 +517,11 @@ class ClusterSettings(_Section):
                 "tls", "certificate, key and authorities are given together or not at all"
             )
         if self.transport == "ucx" and self.certificate is not None:
-            raise PydanticCustomError(
-                "cluster", "bytes by UCX are not encrypted: transport = 'ucx' excludes a certificate"
-            )
-        if self.conductor and not self.peers and self.directory is None:
-            raise PydanticCustomError("cluster", "conductor needs peers or a directory to fetch from")
-        if self.mount_fetches and not self.peers and self.directory is None:
-            raise PydanticCustomError("cluster", "mount_fetches needs peers or a directory to fetch from")
+            raise PydanticCustomError("cluster", "'ucx' is not encrypted, and excludes a certificate")
+        wanted = "conductor" if self.conductor else "mount_fetches" if self.mount_fetches else ""
+        if wanted and not self.peers and self.directory is None:
+            text = "{wanted} needs peers or a directory to fetch from"
+            raise PydanticCustomError("cluster", text, {"wanted": wanted})
         if self.directory is not None and self.advertised is not None:
             host, port = host_and_port(self.advertised)
             if host in ("", "0.0.0.0", "::") or port == 0:
