@@ -51,8 +51,9 @@ from kvfs.protocol.messages import Op
 
 log = logging.getLogger("kvfs.gateway")
 
-_SEAL_ATTEMPTS = 32
-"""A seal fails where the key has changed since it was looked up, which costs about a millisecond."""
+_SEAL_ATTEMPTS = 256
+"""A seal fails where another write of the key came between, and costs about a millisecond. On a busy machine one of
+eight writers of a key lost 32 times in a row."""
 
 
 @dataclass(frozen=True, slots=True)
