@@ -17,11 +17,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import random
-import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,9 +27,10 @@ import trio
 from rich.console import Console
 from rich.table import Table
 
-from bench.ports import free_ports
+from bench.directory_server import directory_server
 from kvfs import limits
 from kvfs._native.evict.policy import Policy
+from kvfs.errors import DeviceMissing
 from scheduler.simulation.traces import Request, read_trace
 from tiers.cluster.changes import PendingChanges
 from tiers.cluster.location_format import decode_holders, encode_changes, encode_places
@@ -178,7 +176,7 @@ class Simulation:
         for machine in self.machines:
             await self._write(machine)
         answer = await self._server.call(LOOKUP, encode_places(digests))
-        members = self.machines[0].membership.members
+        members = self.machines[-1].membership.members  # who beat last has heard of all
         bits = {number: 1 << member.store_id[0] for number, member in members.items()}
         for digest, holders in zip(digests, decode_holders(answer, len(digests)), strict=True):
             if sum(bits[each] for each in holders) != self._where.get(digest, 0):
@@ -262,19 +260,12 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=BLOCKS, help="of all machines (default: %(default)s)")
     parser.add_argument("--copies", type=int, default=COPIES, help="of the trace (default: %(default)s)")
     options = parser.parse_args()
-    program = shutil.which("valkey-server") or shutil.which("redis-server")
-    if program is None:
-        sys.exit("bench: redis-server or valkey-server is missing")
-    requests, [port] = read_trace(options.trace), free_ports(1)
-    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    with (
-        tempfile.TemporaryDirectory(prefix="kvfs-bench-") as folder,
-        subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL) as server,
-    ):
-        try:
+    requests = read_trace(options.trace)
+    try:
+        with directory_server("the simulation") as port:
             counts, memory = trio.run(partial(simulate, port, requests, options))
-        finally:
-            server.terminate()
+    except DeviceMissing as error:
+        sys.exit(str(error))
     print_counts(counts, memory, requests[-1].arrival_s, options.machines)
 
 

@@ -9,8 +9,6 @@ The sides take turns, operation by operation. Concurrency: one trio thread; the 
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Awaitable, Callable
 from contextlib import closing
@@ -23,11 +21,10 @@ import trio
 from coredis.connection import TCPConnection, TCPLocation
 from pydantic import SecretStr
 
+from bench.directory_server import directory_server
 from bench.measure import Result
-from bench.ports import free_ports
 from kvfs import limits
 from kvfs.config.settings import ClusterSettings
-from kvfs.errors import DeviceMissing
 from tiers.cluster.directory import Directory
 from tiers.cluster.location_format import encode_changes
 from tiers.cluster.membership import Membership
@@ -41,17 +38,11 @@ LEAST_TURNS = 50
 
 def lookup_64(seconds: float) -> Result:
     """Return the time to say who has 64 blocks."""
-    program = shutil.which("valkey-server") or shutil.which("redis-server")
-    if program is None:
-        raise DeviceMissing("bench: directory.lookup_64 needs redis-server or valkey-server")
-    with tempfile.TemporaryDirectory(prefix="kvfs-bench-") as folder:
-        [port] = free_ports(1)
-        command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL) as process:
-            try:
-                return trio.run(partial(_measure, Path(folder), port, seconds))
-            finally:
-                process.terminate()
+    with (
+        directory_server("directory.lookup_64") as port,
+        tempfile.TemporaryDirectory(prefix="kvfs-bench-") as folder,
+    ):
+        return trio.run(partial(_measure, Path(folder), port, seconds))
 
 
 async def _measure(folder: Path, port: int, seconds: float) -> Result:

@@ -11,7 +11,6 @@ Concurrency: one trio thread; the engine's processes wait for a line while kvfs 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,14 +25,13 @@ from rich.table import Table
 
 from bench import peer_transfer_engine
 from bench.measure import Result
-from bench.peers import environment
+from bench.peers import side_process
 from bench.remote import SET_BYTES, beside_fetches, other_machine
 from kvfs.errors import DeviceMissing, KvfsError
 from kvfs.limits import MIB
 
 BATCHES = {"get_1m": 1, "batch16_1m": 16}
 SECONDS = 10.0
-END_S = 10.0
 
 
 class Engine:
@@ -69,34 +67,14 @@ def answer(replies: IO[str]) -> str:
 def open_engine(python: str, size_bytes: int) -> Iterator[Engine]:
     """Start both processes. Raises DeviceMissing."""
     with ExitStack() as stack:
-        holder, address = answer(stack.enter_context(_process(python, "holder"))[1]).split()
-        to, replies = stack.enter_context(_process(python, "asker", holder, address))
+        program = str(peer_transfer_engine.__file__)
+        _, said = stack.enter_context(side_process(python, program, "holder"))
+        to, replies = stack.enter_context(side_process(python, program, "asker", *answer(said).split()))
         answer(replies)
         engine = Engine(to, replies, size_bytes)
         engine.say(f"0 1 {MIB}")
         engine.check()
         yield engine
-
-
-@contextmanager
-def _process(python: str, *arguments: str) -> Iterator[tuple[IO[str], IO[str]]]:
-    with subprocess.Popen(
-        [python, "-P", str(peer_transfer_engine.__file__), *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(python),
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            yield process.stdin, process.stdout
-        finally:
-            process.stdin.close()
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
 
 
 def measure(python: str, batch: int, seconds: float) -> Result:

@@ -89,29 +89,38 @@ def open_peer(python: str, name: str, folder: Path) -> Iterator[Run | str]:
     """Start what runs its figures; or, where it is not installed, why."""
     with (
         open(folder / f"{name}.log", "w+") as log,
-        subprocess.Popen(
-            [python, "-P", str(peer_store.__file__), name, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=environment(python),
-        ) as process,
+        side_process(python, str(peer_store.__file__), name, str(folder), errors=log) as (to, replies),
     ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        to, replies = process.stdin, process.stdout
 
         def run(figure: str, seconds: float) -> Times:
             print("run", figure, seconds, file=to, flush=True)
             p50, p99 = _reply(replies, name, log).split()
             return float(p50), float(p99)
 
+        said = _reply(replies, name, log)
+        yield run if said == "ready" else said.removeprefix("missing: ")
+
+
+@contextmanager
+def side_process(
+    python: str, program: str, *arguments: str, errors: IO[str] | None = None
+) -> Iterator[tuple[IO[str], IO[str]]]:
+    """Run a program of the benches in an environment apart; yield what it reads and what it says. The end of its input
+    ends it. `errors` gets its standard error; None: this process's own."""
+    with subprocess.Popen(
+        [python, "-P", program, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        env=_environment(python),
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            said = _reply(replies, name, log)
-            yield run if said == "ready" else said.removeprefix("missing: ")
+            yield process.stdin, process.stdout
         finally:
-            to.close()
+            process.stdin.close()
             try:
                 process.wait(END_S)
             except subprocess.TimeoutExpired:
@@ -125,7 +134,7 @@ def _reply(replies: IO[str], name: str, log: IO[str]) -> str:
     raise KvfsError(f"bench: {name} ended: {log.read()[-2000:]}")
 
 
-def environment(python: str) -> dict[str, str]:
+def _environment(python: str) -> dict[str, str]:
     """Set paths: Mooncake's wheel needs CUDA's runtime, and LMCache's is unpacked beside what engines.mk installs."""
     home = Path(python).absolute().parent.parent
     libraries = [str(each) for each in home.glob("lib/python*/site-packages/nvidia/cuda_runtime/lib")]

@@ -190,9 +190,12 @@ class CopyOrders:
             del self._open[order.id]
 
     def _holders(self, nodes: Sequence[Node], hashes: bytes) -> list[StreamName]:
+        return [node.stream for node, has in zip(nodes, self._have(nodes, hashes), strict=True) if has]
+
+    def _have(self, nodes: Sequence[Node], hashes: bytes) -> list[bool]:
+        """Return whether each node has all of a run."""
         depths = self._index.depths(hashes, [node.mask for node in nodes])
-        held = zip(nodes, depths, strict=True)
-        return [node.stream for node, depth in held if depth * HASH_BYTES == len(hashes)]
+        return [depth * HASH_BYTES == len(hashes) for depth in depths]
 
     def _held(self, hashes: bytes, mask: int) -> int:
         return self._index.depths(hashes, [mask])[0]
@@ -229,8 +232,7 @@ class CopyOrders:
             recent = now_s - self._heat.touched_s(key) <= COPY_SWEEP_S
             if owner is not pool or not recent or heat < LEAST_COPY_HEAT:
                 continue
-            depths = self._index.depths(hashes, [node.mask for node in nodes])
-            held = [depth * HASH_BYTES == len(hashes) for depth in depths]
+            held = self._have(nodes, hashes)
             if any(held):
                 has = (held[n] or (node.stream, hashes) in ordered for n, node in enumerate(nodes))
                 yield BlockHeat(key, sum(1 << n for n, each in enumerate(has) if each), heat)

@@ -336,14 +336,19 @@ void kvfs_policy_unlist(struct kvfs_policy *p, uint32_t unit) {
     link->flags &= (uint8_t)~BEYOND;
 }
 
+/* Give a unit its place and close the run that it is in; the run stays where there is no memory. */
+static int leave_run(struct kvfs_policy *p, uint32_t unit) {
+    if (!(p->nodes[unit].link.flags & IN_RUN)) return 0;
+    int rc = kvfs_run_place(p);
+    if (!rc) kvfs_run_close(p);
+    return rc;
+}
+
 /* Put a unit behind all others. */
 static int use(struct kvfs_policy *p, uint32_t unit, bool hit) {
     struct link *link = &p->nodes[unit].link;
-    if (link->flags & IN_RUN) {
-        int rc = kvfs_run_place(p);
-        if (rc) return rc;
-        kvfs_run_close(p);
-    }
+    int rc = leave_run(p, unit);
+    if (rc) return rc;
     if (link->place == CLAIMED) {
         gain_parents(p, unit);
         link->place = GONE;
@@ -534,8 +539,7 @@ int kvfs_policy_cool(struct kvfs_policy *p, const uint8_t *key) {
     if (i == NONE) return -ENOENT;
     uint32_t unit = unit_of(p, i);
     struct node *n = &p->nodes[unit];
-    int rc = 0;
-    place_before_removal(p, unit, &rc);
+    int rc = leave_run(p, unit);
     if (rc) return rc;
     tick(p);
     kvfs_policy_unlist(p, unit);

@@ -109,14 +109,10 @@ cdef class Worker:
 
     def greet(self, bytes address not None, uint64_t tag):
         cdef const char *reason = ""
-        cdef const char *data = PyBytes_AS_STRING(address)
-        cdef size_t count = <size_t>PyBytes_GET_SIZE(address)
         cdef int rc
-        self._need()
+        self.connect(address, tag)
         with nogil:
-            rc = kvfs_ucx_connect(self._u, data, count, tag, &reason)
-            if rc == 0:
-                rc = kvfs_ucx_greet(self._u, &reason)
+            rc = kvfs_ucx_greet(self._u, &reason)
         _check(rc, reason)
 
     def connect(self, bytes address not None, uint64_t tag):
@@ -125,7 +121,8 @@ cdef class Worker:
         cdef size_t count = <size_t>PyBytes_GET_SIZE(address)
         cdef int rc
         self._need()
-        rc = kvfs_ucx_connect(self._u, data, count, tag, &reason)
+        with nogil:
+            rc = kvfs_ucx_connect(self._u, data, count, tag, &reason)
         _check(rc, reason)
 
     def await_greeting(self, double wait_s):
