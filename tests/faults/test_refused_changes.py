@@ -16,12 +16,13 @@ from typing import Final
 import pytest
 import trio
 
+from kvfs.cli.offline.fsck_command import _check
 from kvfs.errors import NoSpace
 from tests.support.one_store import CACHE, DURABLE, abandon, fill, look, start
 from tests.support.waits import WAIT_S
 from tiers.device.threads import thread_device
 from tiers.log.segments import Segment
-from tiers.model.objects import Attributes, Name
+from tiers.model.objects import Attributes, Name, ObjectInfo
 from tiers.nvme.reclaimer import Reclaimer
 from tiers.nvme.write_behind import NvmeJournal
 from tiers.store.store import Store
@@ -179,6 +180,76 @@ async def test_what_reclaim_let_go_does_not_come_back(
     shutil.rmtree(tmp_path / "dram")
     found = {name.key: value for name, value in (await look(tmp_path)).items()}
     assert found.items() <= CHANGES[change].items(), "something older came back"
+
+
+@asynccontextmanager
+async def stopped_in_reclaim(path: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Store]:
+    """A store whose reclaim has let two objects go, and ended before it freed their segment; stopped at the end."""
+
+    async def never(*_: object) -> None:
+        await trio.sleep_forever()
+
+    device = thread_device()
+    store = await start(path, device)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.run)
+            store.create_bucket(CACHE, uid=0, gid=0, durable=False)
+            put(store, Name(CACHE, SOURCE), MOVED)
+            put(store, Name(CACHE, TARGET), OLD)
+            await reach_tier(store)
+            nursery.cancel_scope.cancel()
+        journal = store.journal
+        assert isinstance(journal, NvmeJournal)
+        writer, nvme = journal.nvme.log.writer, journal.nvme
+        assert writer.segment is not None
+        await writer.close_segment(writer.segment)
+        patch.setattr(Reclaimer, "_rewrite", never)
+        patch.setattr("kvfs.limits.RESERVED_SEGMENTS", len(nvme.pool.free) + 1)
+        with trio.move_on_after(WAIT_S) as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(Reclaimer(nvme).reclaim)
+                while any(nvme.holds(id_of(store, name)) for name in (SOURCE, TARGET)):  # noqa: ASYNC110
+                    await trio.sleep(0.001)
+                nursery.cancel_scope.cancel()
+        assert not scope.cancelled_caught, "nothing was evicted"
+        patch.undo()
+        yield store
+        await store.finish()
+        store.close(keep=True)
+    finally:
+        with trio.CancelScope(shield=True):
+            await device.aclose()
+
+
+def id_of(store: Store, key: bytes) -> int:
+    info = store.lookup(Name(CACHE, key))
+    assert isinstance(info, ObjectInfo)
+    return info.object_id
+
+
+async def test_what_is_written_again_outlives_the_end_of_what_reclaim_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object in DRAM whose copy was let go is written a second time before its first segment is freed."""
+    async with stopped_in_reclaim(tmp_path, monkeypatch) as store, trio.open_nursery() as nursery:
+        nursery.start_soon(store.run)
+        for key in (SOURCE, TARGET):
+            await store.journal.persist(id_of(store, key))
+        nursery.cancel_scope.cancel()
+    shutil.rmtree(tmp_path / "index")
+    shutil.rmtree(tmp_path / "dram")
+    found = {name.key: value for name, value in (await look(tmp_path)).items()}
+    assert found == {SOURCE: MOVED, TARGET: OLD}
+
+
+async def test_a_stop_in_a_reclaim_leaves_nothing_to_repair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stopped_in_reclaim(tmp_path, monkeypatch):
+        pass
+    found = await trio.to_thread.run_sync(_check, tmp_path, tmp_path / "nvme", False)
+    assert not found["problems"]
 
 
 async def test_the_log_takes_up_what_it_could_not_write(

@@ -9,6 +9,7 @@ import pytest
 from kvfs import limits
 from kvfs.formats import ENDINGS_PAGE_BYTES, EndingKind
 from tiers.device.threads import thread_device
+from tiers.log.ending_notes import EndingNotes
 from tiers.log.ending_pages import PER_PAGE, Ending
 from tiers.log.endings import FILES, Endings
 
@@ -39,6 +40,29 @@ async def test_more_endings_than_fit_are_said_once(tmp_path: Path, caplog: pytes
     for at in range(0, 4 * FILE_HOLDS, PER_PAGE):
         await end(at + 1, PER_PAGE)
     assert len(caplog.records) == 2
+    endings.close_files()
+    await device.aclose()
+
+
+async def test_what_is_written_again_has_not_ended_and_may_end_once_more(tmp_path: Path) -> None:
+    """Two objects were evicted whose segment is not freed; one of them is written again, and then refused."""
+    device = thread_device(2)
+    endings = Endings(device, tmp_path, bytes(16), lambda: [(1, 100)])
+    await endings.begin()
+    again = {7: 20}
+    notes = EndingNotes(endings, again.get)
+    notes.evicted[0] = [Ending(number, 5, 0, EndingKind.NAME) for number in (7, 8)]
+
+    async def ended(next_sequence: int) -> dict[int, int]:
+        await notes.write_unlogged([], next_sequence)
+        return (await endings.load()).names
+
+    assert await ended(30) == {7: 20, 8: 30}
+    again.clear()
+    assert await ended(40) == {7: 40, 8: 30}
+    assert not any(notes.evicted.values())
+    assert await ended(50) == {7: 40, 8: 30}
+    await endings.finish()
     endings.close_files()
     await device.aclose()
 

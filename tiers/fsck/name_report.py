@@ -67,7 +67,8 @@ class NameReport:
             self.objects.drop(stored, f"has {stored.size_bytes} bytes, its name says {row.size_bytes}")
             self.findings.dropped_names.add((bucket, key))
         elif row.object_id in self.log.renamed:
-            if self.complete:
+            # Beside the segments that of a name has ended which reclaim let go before its stop: nothing is wrong.
+            if self.complete and row.object_id not in self.log.replay.ended.names:
                 self.findings.add(where, "the log has lost it", "logged again")
         elif row.object_id not in self.log.replay.found.snapshots:
             meta = MetaBody(bucket, key, row)

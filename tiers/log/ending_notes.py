@@ -3,14 +3,18 @@
 Responsibility: when an ending is noted: one that makes room for something newer once that is durable, a cache's also
 where no record can be written.
 
-Invariants: a deletion is repeated once; a record that was written and may not count notes nothing.
+Invariants:
+- A deletion is repeated once; a record that was written and may not count notes nothing.
+- What reclaim has evicted may be written again before its segment is freed: only the records before that have ended.
+
 Concurrency: the log's writer task, of the service's trio thread.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from kvfs.errors import DeviceFailed, NoSpace
 from kvfs.formats import RecordHeader
@@ -24,9 +28,13 @@ _log = logging.getLogger("kvfs.nvme")
 class EndingNotes:
     """See the module's header."""
 
-    def __init__(self, endings: Endings) -> None:
+    def __init__(self, endings: Endings, written_again_at: Callable[[int], int | None]) -> None:
+        """Note into `endings`. `written_again_at`: returns the first sequence of an evicted object's next writing, None
+        where there is none."""
         self.evicted: dict[int, list[Ending]] = {}
-        """Number of a segment that is not freed yet -> what reclaim has evicted there. Kept by the tier."""
+        """Number of a segment that is not freed yet -> what reclaim has evicted there, each with the sequence up to
+        which that is noted. Kept by the tier."""
+        self._written_again_at = written_again_at
         self._endings = endings
         self._replaced: list[Ending] = []
         """What records written since the last sync replace: ended once they are durable."""
@@ -66,16 +74,25 @@ class EndingNotes:
                     self._endings.note(ending)
                 await self._endings.write()
                 await self._endings.sync()
-                for evicted in self.evicted.values():
-                    evicted.clear()
+                self._keep_written_again()
         except (NoSpace, DeviceFailed) as error:
             _log.error("what has ended cannot be written beside the segments either: %s", error)
 
     def _evicted_endings(self, next_sequence: int) -> Iterator[Ending]:
-        """Yield the endings of what reclaim has evicted so far: it may be written again."""
-        for evicted in self.evicted.values():
-            for each in evicted:
-                yield each._replace(sequence=next_sequence)
+        """Yield the endings of what reclaim has evicted so far, and which are not noted yet."""
+        for each in chain.from_iterable(self.evicted.values()):
+            again = self._written_again_at(each.object_id)
+            ending = each._replace(sequence=next_sequence if again is None else again)
+            if ending.sequence > each.sequence:
+                yield ending
+
+    def _keep_written_again(self) -> None:
+        """Drop what is noted; but what is written again may still be refused, and ends then once more."""
+        for number, evicted in self.evicted.items():
+            written_again = [(each, self._written_again_at(each.object_id)) for each in evicted]
+            self.evicted[number] = [
+                each._replace(sequence=again) for each, again in written_again if again is not None
+            ]
 
 
 def _final_endings(entries: Iterable[Entry], sequence: int) -> Iterator[Ending]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from enum import Enum, auto
 
 import trio
@@ -57,12 +58,13 @@ class _Step(Enum):
 class Log:
     """Queues entries, writes them in order and makes them durable."""
 
-    def __init__(self, pool: SegmentPool) -> None:
+    def __init__(self, pool: SegmentPool, written_again_at: Callable[[int], int | None]) -> None:
+        """Begin with nothing queued. `written_again_at`: see `EndingNotes`."""
         self.pool = pool
         self.trouble: KvfsError | None = None
         """Why the device takes no writes now; None while it does."""
         self.queue = LogQueue()
-        self._notes = EndingNotes(pool.endings)
+        self._notes = EndingNotes(pool.endings, written_again_at)
         self.evicted = self._notes.evicted
         self.writer = SegmentWriter(pool, self.queue, self._notes)
         self.counts = self.writer.counts

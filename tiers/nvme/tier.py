@@ -68,7 +68,7 @@ class NvmeTier:
     def __init__(self, pool: SegmentPool) -> None:
         self.pool = pool
         self.device = pool.device
-        self.log = Log(pool)
+        self.log = Log(pool, self._written_again_at)
         self.objects = StoredObjects(lambda: self.log.durable_ticket)
         self.counts = NvmeCounts()
         self.observer = NvmeObserver()
@@ -492,6 +492,10 @@ class NvmeTier:
     def known(self, object_id: int) -> Stored | None:
         """Return the object, be it dropped and its records still of use."""
         return self.objects.get(object_id) or self._deleting.get(object_id) or self._held.get(object_id)
+
+    def _written_again_at(self, object_id: int) -> int | None:
+        stored = self.known(object_id)
+        return None if stored is None else stored.first_sequence
 
     def is_deleted(self, object_id: int) -> bool:
         """Return whether the object's Deletion is written, and somebody still holds it."""
