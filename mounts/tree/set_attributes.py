@@ -82,6 +82,9 @@ async def set_attributes(
     """Set attributes for a caller; `by_path`: through no handle. Raises NotPermitted, Superseded."""
     newest = view.newest(node) if changes.size_bytes is None else node
     size_bytes = changes.size_bytes
+    if size_bytes is not None and by_path and node.draft is not None:
+        # Once it is sealed its bytes stay as they are where the change is refused.
+        view.drafts.publisher.publish_if_closed(node, node.draft)
     if size_bytes is not None and node.info is not None and size_bytes != node.info.size_bytes:
         await _begin_resize(opener, node, keep_bytes=size_bytes > 0, uid=uid, pid=pid)
     held = newest.draft or newest.info

@@ -275,6 +275,39 @@ def test_a_full_tier_says_so_at_the_close(service: Service, large: bool) -> None
     check()
 
 
+def fill_up(bucket: Path, size_bytes: int) -> list[Path]:
+    """Files of this size, until there is no room for another one."""
+    made: list[Path] = []
+    while put_or_refuse(path := bucket / f"{len(made)}", pattern(len(made), size_bytes)) is not None:
+        made.append(path)
+    return made
+
+
+def test_a_truncation_that_is_refused_changes_nothing(service: Service) -> None:
+    """Right after the close, too, when the file is not sealed yet: there is room for the file and not for a second."""
+    bucket = service.create_bucket("full", durable=True)
+    sizes = [3_000_000, 300_000, 30_000]
+    for size_bytes in sizes:
+        (bucket / str(size_bytes)).mkdir()
+        assert fill_up(bucket / str(size_bytes), size_bytes)
+    for size_bytes in sizes[1:]:
+        (bucket / str(size_bytes) / "0").unlink()
+    path, refused = bucket / "file", 0
+    for number in range(12):
+        data = pattern(number, 280_000)
+        path.write_bytes(data)
+        try:
+            os.truncate(path, 200_000)
+        except OSError as error:
+            assert error.errno == errno.ENOSPC  # noqa: PT017
+            refused += 1
+        else:
+            data = data[:200_000]
+        assert path.read_bytes() == data
+        path.unlink()
+    assert refused
+
+
 @pytest.mark.parametrize("durable", [False, True])
 @pytest.mark.parametrize("lost", ["nothing", "dram", "all"])
 def test_links_outlive_a_kill(service: Service, durable: bool, lost: str) -> None:
