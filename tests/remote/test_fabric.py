@@ -369,7 +369,15 @@ async def test_machines_of_which_one_has_no_ucx_use_tcp_and_say_so(
         assert asker.cluster.status()["peers"][0]["transport"] == "tcp"
 
 
-async def test_a_kvfs_that_knows_nothing_of_it_is_asked_once(tmp_path: Path, opener: UcxOpener) -> None:
+@pytest.mark.parametrize(
+    ("pause_s", "asked"),
+    [(limits.REMOTE_WITHOUT_FABRIC_S, [FABRIC, 0, 0]), (0.0, [FABRIC, 0, FABRIC, 0])],
+    ids=["within the pause", "after it"],
+)
+async def test_a_kvfs_that_knows_nothing_of_it_is_asked_again_after_a_pause(
+    opener: UcxOpener, monkeypatch: pytest.MonkeyPatch, pause_s: float, asked: list[int]
+) -> None:
+    monkeypatch.setattr(limits, "REMOTE_WITHOUT_FABRIC_S", pause_s)
     purposes: list[int] = []
 
     async def serve(stream: trio.SocketStream) -> None:
@@ -386,7 +394,7 @@ async def test_a_kvfs_that_knows_nothing_of_it_is_asked_once(tmp_path: Path, ope
             link, _ = await opener(host, int(port), OWN)
             assert link.transport == "tcp"
             link.close()
-    assert purposes == [FABRIC, 0, 0]
+    assert purposes == asked
 
 
 class _Again(trio.abc.Stream):

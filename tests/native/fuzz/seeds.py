@@ -83,6 +83,8 @@ def request_of_a_machine(kind: int, count: int, each: int) -> bytes:
 
 MACHINES = {
     "found": item(0, 0, b"x" * 512) + item(1, 0, b"") + item(2, 0, b"five."),
+    "pieces": item(0, 4, bytes(1_200_000)) + item(1, 4, bytes(1)) + item(2, 4, bytes(1 << 18)),
+    "late pieces": item(0, 4, b"\1" * 600_000) + item(1, 1, b"") + item(2, 0, b"five\1"),
     "misses": item(0, 1, b"") + item(1, 2, bytes(513)) + item(2, 3, b""),
     "matched": struct.pack("<IIQ3Q", 0x414D564B, 3, 1, 1, 2, 3),
     "read": request_of_a_machine(1, 3, 24),
