@@ -334,7 +334,7 @@ class Legs:
             else:
                 self.counts.first_bytes.observe("streamed", now_s - request.arrived_s)
                 sent_s = now_s
-                await exchange.begin_slowly(200, client_headers(answer.headers), events, last=relay.is_done)
+                await exchange.begin_slowly(200, _headers(pair, answer), events, last=relay.is_done)
         request.usage = relay.usage
         if relay.is_done:
             return
@@ -342,7 +342,7 @@ class Legs:
         if not exchange.answered and not rest:
             raise EngineFailed("it streamed nothing")
         if not exchange.answered:
-            await exchange.begin_slowly(200, client_headers(answer.headers))
+            await exchange.begin_slowly(200, _headers(pair, answer))
         if rest:
             await exchange.send_part(rest)
         await exchange.end_slowly()
@@ -355,7 +355,7 @@ class Legs:
             data = as_failure(answer.status, data)
         else:
             request.usage = usage_of(data)
-        await request.exchange.respond(answer.status, client_headers(answer.headers), data)
+        await request.exchange.respond(answer.status, _headers(pair, answer), data)
 
     async def _end_broken(self, request: Completion, error: EngineFailed) -> None:
         """End an answer that began by an error event."""
@@ -377,3 +377,9 @@ class Legs:
         tried = ", ".join(dict.fromkeys(request.failed))
         message = f"engines failed: {tried}" if tried else "no engine answers"
         return Failure(503, message, code="engines_failed", retry_after_s=_RETRY_AFTER_S)
+
+
+def _headers(pair: _Pair, answer: Answer) -> list[tuple[str, str]]:
+    """Return an answer's headers for the client; where a Conductor chose, with the id under which it says why."""
+    routed = pair.routed
+    return client_headers(answer.headers, "" if routed.degraded == BY_LOAD else routed.id)

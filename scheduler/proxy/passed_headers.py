@@ -11,6 +11,7 @@ Concurrency: pure functions.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 Headers = Iterable[tuple[bytes, bytes]]
 """Names in lower case."""
@@ -27,7 +28,9 @@ _NOT_TO_ENGINES = _OF_A_CONNECTION | {
     b"accept-encoding",  # a packed answer could not be read
 }
 _NEITHER_BEARER = _NOT_TO_ENGINES | {b"authorization"}
-_NOT_TO_CLIENTS = _OF_A_CONNECTION | {b"content-length", b"date", b"server"}
+ROUTE_ID: Final = "x-kvfs-route"
+"""The id of a Conductor's decision, which `GET /v1/explain/ID` there explains."""
+_NOT_TO_CLIENTS = _OF_A_CONNECTION | {b"content-length", b"date", b"server", ROUTE_ID.encode()}
 _STEERING = (
     b"x-override-",
     b"x-data-parallel-",
@@ -48,14 +51,17 @@ def engine_lines(headers: Headers, *, has_bearer: bool) -> bytes:
     return lines
 
 
-def client_headers(headers: Headers) -> list[tuple[str, str]]:
-    """Return the headers of an engine's answer that go to the client."""
+def client_headers(headers: Headers, route_id: str = "") -> list[tuple[str, str]]:
+    """Return the headers of an engine's answer that go to the client, and that of its route."""
     named = _named_by_connection(headers)
-    return [
+    passed = [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in headers
         if name not in _NOT_TO_CLIENTS and name not in named
     ]
+    if route_id.isascii() and route_id.isprintable() and route_id:  # another process' word
+        passed.append((ROUTE_ID, route_id))
+    return passed
 
 
 def _named_by_connection(headers: Headers) -> set[bytes]:

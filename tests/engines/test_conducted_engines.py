@@ -23,6 +23,8 @@ import pytest
 from tests.engines.engine import BLOCK_TOKENS, Engines
 from tests.engines.spoken_words import FIRST_WORD, word, write_tokenizer
 from tests.engines.test_proxy import LOOK_S, START_S, Server, proxy, vllm_server
+from tests.engines.test_proxy import ask as ask_streamed
+from tests.engines.test_proxy import cached as cached_of
 from tests.engines.test_vllm_connector import connector
 from tests.engines.test_vllm_events import free_port
 from tests.engines.tiny_llama import VOCABULARY
@@ -250,19 +252,20 @@ def test_answers_are_those_of_one_engine_and_nobody_is_distrusted(
 
 
 def test_a_long_prompt_is_handed_over_whole(stand: Stand) -> None:
-    """All of its blocks come from the store, however many."""
+    """All of its blocks come from the store, however many, into an answer that is streamed, and one that is not."""
     prompt = [_rng.randrange(2, VOCABULARY) for _ in range(20_000)]
     stand.set_roles("prefill", "decode")
     try:
-        tokens, cached = ask(stand.url, prompt)
+        streamed = ask_streamed(stand.url, prompt, 24)
         decision = stand.decisions()[-1]
     finally:
         stand.set_roles("both", "both")
     names = tuple(urlsplit(server.url).netloc for server in stand.servers)
     assert (decision.outcome, decision.prefill, decision.decode) == ("done", *names)
-    assert tokens == alone(stand.servers[0], prompt)
+    tokens = alone(stand.servers[0], prompt)
+    assert streamed.tokens == tokens
     # A hit leaves a token to compute; usage tells what the prefill engine had found, which was nothing.
-    assert cached == 0
+    assert cached_of(streamed) == 0
     again, found = ask(stand.url, prompt)
     assert (again, found) == (tokens, 20_000 // BLOCK_TOKENS * BLOCK_TOKENS - BLOCK_TOKENS)
 

@@ -23,7 +23,7 @@
 - a router that restarts has lost everything:
   test_a_conductor_that_starts_later_learns_all_by_replay_and_its_successor_too
 - blocks are stranded when a client goes between the legs:
-  test_a_client_that_goes_away_between_the_legs_is_cancelled
+  test_a_client_that_goes_away_before_its_answer_is_cancelled_on_each_leg
 - a client that is gone is noticed at the next token:
   test_a_client_that_goes_away_ends_its_work_at_once
 - retries for a client that is gone:

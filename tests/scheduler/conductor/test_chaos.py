@@ -63,6 +63,12 @@ async def engine_restarted_at_once(fleet: Fleet, engine: FleetEngine) -> None:
     await engine.restart()
 
 
+async def engine_without_replays_restarted(fleet: Fleet, engine: FleetEngine) -> None:
+    """Whatever it held is gone, and nobody can be asked for what it announced before."""
+    silent = next(each for each in fleet.engines if not each.replays)
+    await silent.restart(FAULT_S)
+
+
 async def engine_stopped(fleet: Fleet, engine: FleetEngine) -> None:
     engine.process.stop()
     await trio.sleep(2 * FAULT_S)
@@ -99,6 +105,7 @@ def publishing(**faults: object) -> Fault:
 FAULTS: Final[dict[str, Fault]] = {
     "an engine is killed": engine_killed,
     "an engine restarts at once": engine_restarted_at_once,
+    "an engine without replays restarts": engine_without_replays_restarted,
     "an engine is stopped": engine_stopped,
     "the Conductor is killed": conductor_killed,
     "the Conductor is stopped": conductor_stopped,
@@ -145,9 +152,17 @@ async def test_what_is_believed_agrees_with_the_truth_after_every_fault(tmp_path
         assert fleet.counts["routed"] > 0
 
 
+async def would_route(fleet: Fleet, port: int, prompt: list[int]) -> tuple[str, int]:
+    """Where a Conductor sends a prompt now, and how many tokens it says are cached there."""
+    found = (await fleet.call(port, "POST", "/v1/route", {"model": "m", "tokens": prompt})).json
+    assert (await fleet.call(port, "DELETE", f"/v1/reservations/{found['id']}")).status == 204
+    return found["decode"], found.get("cached_tokens", 0)
+
+
 @pytest.mark.seeded
 async def test_two_conductors_follow_the_same_engines_and_one_goes_on_alone(tmp_path: Path) -> None:
-    """Publishers connect to both; each hears of all blocks, and knows the other's requests by their numbers alone."""
+    """Publishers connect to both; each hears of all blocks, and knows the other's requests by their numbers alone:
+    where there are none both choose alike."""
     rng = random.Random(SEED)
     prompts = drawn_prompts(rng)
     with Fleet(tmp_path, conductors=2) as fleet:
@@ -157,6 +172,9 @@ async def test_two_conductors_follow_the_same_engines_and_one_goes_on_alone(tmp_
         await heartbeat(fleet, rng)
         for number in range(2):
             await fleet.settled(prompts, number)
+        for prompt in prompts:
+            first, second = [await would_route(fleet, port, prompt) for port in fleet.ports]
+            assert first == second
         fleet.conductors[1].kill()
         fleet.ports.pop()
         fleet.conductors.pop()

@@ -279,7 +279,7 @@ def test_a_silent_publisher_is_not_believed_and_begins_anew() -> None:
     assert (stand.held(PROMPT), stand.stream("node")["knowledge"]) == (5, "current")
 
 
-def test_a_stranger_s_batches_touch_nothing_but_their_count() -> None:
+def test_a_stranger_s_batches_touch_nothing_but_their_count(caplog: pytest.LogCaptureFixture) -> None:
     stand = Stand()
     for n in range(limits.MAX_ENGINE_STREAMS + 5):
         stand.feed.receive(message(f"stranger-{n}", 3, of_store(PROMPT)))
@@ -289,6 +289,7 @@ def test_a_stranger_s_batches_touch_nothing_but_their_count() -> None:
     assert stand.held(PROMPT) == 0
     status = stand.conductor.status()
     assert len(status["unregistered"]) == limits.MAX_UNREGISTERED_TOPICS
+    assert "stranger-0" in caplog.text
     assert status["counts"]["unregistered_batches"] > limits.MAX_ENGINE_STREAMS
     stand.feed.receive(message("engine-b", 0, stored([1], PROMPT[:BLOCK_TOKENS])))
     assert stand.held(PROMPT, "b") == 1

@@ -61,6 +61,22 @@ async def test_a_conductor_in_the_process_routes_and_its_instances_are_the_engin
         await until(lambda: {engine.name for engine in stand.proxy.engines} == {"i0"})
 
 
+async def test_an_answer_names_the_decision_that_its_conductor_explains() -> None:
+    made = conductor(Clock())
+    async with proxy_stand("both", "both", router=made) as stand:
+        await register(made, stand)
+        for more in ({}, {"stream": True}):
+            answer = await stand.ask(CHAT, {**chat("one"), **more})
+            explained = made.explain(answer.headers[b"x-kvfs-route"].decode())
+            assert explained["chosen"]["decode"] in {"i0", "i1"}
+
+
+async def test_an_answer_that_load_alone_routed_names_no_decision() -> None:
+    async with proxy_stand("both", "both") as stand:
+        answer = await stand.ask(CHAT, chat("one"))
+        assert (answer.status, answer.headers.get(b"x-kvfs-route")) == (200, None)
+
+
 async def test_fresh_prompts_through_both_legs_leave_both_instances_trusted() -> None:
     """The prefill engine had nothing of them, which says nothing of the one that answers."""
     made = conductor(Clock())

@@ -68,3 +68,10 @@ def test_an_engine_s_headers_go_to_the_client_but_for_those_of_its_connection() 
     ]
     found = client_headers([*kept, *own])
     assert found == [(name.decode(), value.decode("latin-1")) for name, value in own]
+
+
+@pytest.mark.parametrize("id", ["", "a\r\nset-cookie: b", "a\n", "\xe9", "a\x7f"])
+def test_a_conductor_s_id_is_named_unless_it_is_no_header(id: str) -> None:
+    engine_says = [(b"x-kvfs-route", b"its own"), (b"x-mine", b"1")]
+    assert client_headers(engine_says, id) == [("x-mine", "1")]
+    assert client_headers(engine_says, "0f-1") == [("x-mine", "1"), ("x-kvfs-route", "0f-1")]

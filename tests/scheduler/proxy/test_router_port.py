@@ -9,6 +9,7 @@ import trio
 import trio.testing
 
 from kvfs import limits
+from kvfs.config.settings import HandOver
 from kvfs.errors import InvalidRequest, NotFound
 from scheduler.conductor.conductor import WITHOUT_TOKENS
 from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, RouteRequest, Usage
@@ -27,6 +28,14 @@ from tests.support.stub_engines import (
 from tests.support.waits import WAIT_S, until
 
 CHAT = "/v1/chat/completions"
+PULLED = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "e",
+    "remote_block_ids": [7],
+    "remote_host": "h",
+    "remote_port": 1,
+}
+"""What vLLM's NixlConnector answers a prefill leg."""
 
 
 class NotingRouter:
@@ -275,18 +284,29 @@ async def test_an_engine_that_fails_is_excluded_and_reported() -> None:
         ]
 
 
-async def test_a_client_that_goes_away_between_the_legs_is_cancelled() -> None:
+@pytest.mark.parametrize("hand_over", ["store", "nixl"])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_client_that_goes_away_before_its_answer_is_cancelled_on_each_leg(
+    leg: str, hand_over: HandOver
+) -> None:
+    """The decode leg's request is the engine's by then, which lets go of what it was handed as it aborts it."""
     router = NotingRouter()
-    async with proxy_stand("both", "both", router=router) as stand:
+    async with proxy_stand("both", "both", router=router, hand_over=hand_over) as stand:
         router.stand = stand
-        stand.engines[0].behaviour = "pause"
+        slow = stand.engines[leg == "decode"]
+        slow.behaviour = "pause"
+        stand.engines[0].prefill_params = PULLED if hand_over == "nixl" else None
         asker = await stand.asker()
         await asker.send(CHAT, chat("q"))
-        await until(lambda: bool(stand.engines[0].completions))
+        await until(lambda: bool(slow.completions))
         await trio.aclose_forcefully(asker.stream)
         await until(lambda: ("cancel", "r1") in router.reports)
+        await until(slow.completions[0].gone.is_set)
         assert len(router.requests) == 1
-        assert not stand.engines[1].completions
+        assert (("prefilled", "r1") in router.reports) == (leg == "decode")
+        assert [len(engine.completions) for engine in stand.engines] == [1, int(leg == "decode")]
+        if leg == "decode" and hand_over == "nixl":
+            assert slow.completions[0].body["kv_transfer_params"]["remote_block_ids"] == [7]
 
 
 REFUSALS = {
