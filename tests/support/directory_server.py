@@ -31,16 +31,19 @@ needs_server = pytest.mark.skipif(
 class DirectoryServer:
     """Runs the server on one port, which it keeps over its ends."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self.port = folder, free_port()
-        self.url = f"redis://127.0.0.1:{self.port}/0"
+    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
+        self._folder, self._host, self.port = folder, host, free_port(host)
+        self.url = f"redis://{host}:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it, empty, and wait until it answers."""
         assert PROGRAM is not None
         self._process = subprocess.Popen(
-            [PROGRAM, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
+            [
+                *(PROGRAM, "--port", str(self.port), "--bind", self._host, "--protected-mode", "no"),
+                *("--save", "", "--appendonly", "no"),
+            ],
             cwd=self._folder,
             stdout=subprocess.DEVNULL,
         )
@@ -69,7 +72,7 @@ class DirectoryServer:
 
     def ask(self, command: str) -> bytes:
         """Return the start of the answer to an inline command."""
-        with socket.create_connection(("127.0.0.1", self.port), 5) as connection:
+        with socket.create_connection((self._host, self.port), 5) as connection:
             connection.sendall(command.encode() + b"\r\n")
             return connection.recv(65536)
 

@@ -1,4 +1,4 @@
-/* Reading blocks of another machine: one connection, and a thread that receives straight into drafts.
+/* Reading blocks of another machine: one connection, and a thread that receives into drafts.
  *
  * Responsibility: a job in (a request, and the drafts for its answers), bytes received, hashed while the processor's
  * cache has them and written to the drafts, each compared with the checksum that came along.
