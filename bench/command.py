@@ -27,6 +27,7 @@ from bench import (
     conductor_http,
     conductor_queries,
     doors,
+    fabric,
     keys,
     large_table,
     memory,
@@ -88,7 +89,10 @@ AT_DOORS: dict[str, Callable[[Places, float], Result]] = {
     "client.put_1m_full": client.put_1m_full,
     "client.match_64": client.match_64,
 }
-ON_DEVICE: dict[str, Callable[[Path, float], Result]] = {"nvme.read_1m_qd8": nvme.read_1m_qd8}
+ON_DEVICE: dict[str, Callable[[Path, float], Result]] = {
+    "nvme.read_1m_qd8": nvme.read_1m_qd8,
+    "nvme.device_read_1m": nvme.device_read_1m,
+}
 """Need a folder on the device."""
 OVER_NVME: dict[str, Callable[[NamePlaces, float], Result]] = {
     "mount.rename": names.rename,
@@ -114,6 +118,7 @@ OF_MACHINES: dict[str, Callable[[float], Result]] = {
     "remote.batch16_1m": remote.batch16_1m,
     "remote.get_64k": remote.get_64k,
     "remote.get_1m_tls": remote.get_1m_tls,
+    "remote.ucx_get_1m": fabric.ucx_get_1m,
 }
 """Start a process that stands for another machine."""
 OF_DIRECTORY: dict[str, Callable[[float], Result]] = {"directory.lookup_64": _lookup_64}
@@ -177,7 +182,7 @@ BASELINES = {
     "client.batch8_put_4m": "memcpy",
     "client.put_1m_full": "memcpy",
     "client.match_64": "py-lmdb getmulti",
-    "nvme.read_1m_qd8": "fio, io_uring",
+    **dict.fromkeys(ON_DEVICE, "fio, io_uring"),
     "table.match_64_10m": "one million",
     "conductor.decisions": "the Python policy",
     "conductor.match_256": "the Python index",
@@ -188,6 +193,7 @@ BASELINES = {
     "s3.put_1m_crc64": "the GET",
     **dict.fromkeys(OF_MACHINES, "sendfile to recv"),
     "remote.get_1m_tls": "the same without TLS",
+    "remote.ucx_get_1m": "ucx_perftest, tag_lat",
     **dict.fromkeys(OF_DIRECTORY, "MGET of 64 keys"),
     "proxy.cpu_per_request": "both legs alone",
     "proxy.ttft_1k": "both legs alone",

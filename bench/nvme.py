@@ -2,7 +2,8 @@
 
 Responsibility: one function for each figure, from a folder on the device to a Result. One side reads objects that a
 store has on the device only, one after the other and again; fio (https://fio.readthedocs.io) reads a written file of
-the same size, from its start to its end and again, and verifies nothing. Both go around the page cache.
+the same size, from its start to its end and again, and verifies nothing. Both go around the page cache. Where the
+store's segments are on a block device without a filesystem, it and fio have a loop device each, over files there.
 
 The sides take turns in rounds of seconds, each going first in every other one, and the figure is the median of
 the rounds: a neighbour on the same device moves single rounds by a tenth.
@@ -14,9 +15,10 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -39,6 +41,8 @@ DRAM_BYTES = 64 * MIB
 DEPTH = 8
 ROUND_S = 2.0
 LEAST_ROUNDS = 3
+DEVICE_SHARE = 2
+"""How many times the objects' bytes the store's device has."""
 
 
 @dataclass(slots=True)
@@ -55,23 +59,76 @@ def read_1m_qd8(folder: Path, seconds: float, *, kind: Kind = "auto", size_bytes
 
     Raises DeviceMissing without fio.
     """
-    return trio.run(partial(_read_against_fio, folder, seconds, kind, size_bytes))
+    return trio.run(partial(_read_files, folder, seconds, kind, size_bytes))
 
 
-async def _read_against_fio(folder: Path, seconds: float, kind: Kind, size_bytes: int) -> Result:
+def device_read_1m(
+    folder: Path, seconds: float, *, kind: Kind = "auto", size_bytes: int = FILE_BYTES
+) -> Result:
+    """Return MiB/s of objects read through a store on a block device, beside fio's io_uring on another. Needs root, and
+    3.5 times `size_bytes` in `folder`.
+
+    Raises DeviceMissing without fio, or loop devices.
+    """
+    return trio.run(partial(_read_devices, folder, seconds, kind, size_bytes))
+
+
+async def _read_files(folder: Path, seconds: float, kind: Kind, size_bytes: int) -> Result:
+    fio = _find_fio()
+    with tempfile.TemporaryDirectory(prefix="kvfs-bench-", dir=folder) as name:
+        file = Path(name) / "fio"
+        await _write_file(file, kind, size_bytes)
+        async with _stored(Path(name) / "store", kind, size_bytes) as subject:
+            baseline = partial(_run_fio, fio, file, size_bytes)
+            return await _measure("nvme.read_1m_qd8", subject, baseline, seconds)
+
+
+async def _read_devices(folder: Path, seconds: float, kind: Kind, size_bytes: int) -> Result:
+    fio = _find_fio()
+    with tempfile.TemporaryDirectory(prefix="kvfs-bench-", dir=folder) as name, ExitStack() as attached:
+        files = [Path(name) / "fio.img", Path(name) / "segments.img"]
+        for file, file_bytes in zip(files, (size_bytes, DEVICE_SHARE * size_bytes), strict=True):
+            await _write_file(file, kind, file_bytes)
+        read, segments = (attached.enter_context(_loop_device(file)) for file in files)
+        async with _stored(Path(name) / "store", kind, size_bytes, (segments,)) as subject:
+            baseline = partial(_run_fio, fio, read, size_bytes)
+            return await _measure("nvme.device_read_1m", subject, baseline, seconds)
+
+
+def _find_fio() -> str:
+    """Return the program. Raises DeviceMissing."""
     fio = shutil.which("fio")
     if fio is None:
         raise DeviceMissing("fio, which the device is measured against, is missing: make bench installs it")
-    with tempfile.TemporaryDirectory(prefix="kvfs-bench-", dir=folder) as name:
-        await _write_file(Path(name) / "fio", kind, size_bytes)
-        async with _stored(Path(name) / "store", kind, size_bytes) as subject:
-            values, others = await _in_turns(
-                partial(_read_verified, subject),
-                partial(_run_fio, fio, Path(name) / "fio", size_bytes),
-                seconds,
-            )
-        value, baseline = median(values), median(others)
-        return Result("nvme.read_1m_qd8", value, "MiB/s", baseline, value / baseline)
+    return fio
+
+
+async def _measure(
+    name: str, subject: Objects, baseline: Callable[[], Awaitable[float]], seconds: float
+) -> Result:
+    values, others = await _in_turns(partial(_read_verified, subject), baseline, seconds)
+    value, other = median(values), median(others)
+    return Result(name, value, "MiB/s", other, value / other)
+
+
+@contextmanager
+def _loop_device(file: Path) -> Iterator[Path]:
+    """Attach a block device whose sectors are a file's, past the page cache. Raises DeviceMissing."""
+    try:
+        path = _losetup("--find", "--show", "--direct-io=on", str(file))
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        raise DeviceMissing(f"a loop device, which this is measured on, cannot be had: {why}") from error
+    try:
+        yield Path(path)
+    finally:
+        _losetup("--detach", path)
+
+
+def _losetup(*arguments: str) -> str:
+    return subprocess.run(
+        ["losetup", *arguments], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
 
 
 async def _in_turns(
@@ -106,12 +163,16 @@ async def _write_file(path: Path, kind: Kind, size_bytes: int) -> None:
 
 
 @asynccontextmanager
-async def _stored(path: Path, kind: Kind, size_bytes: int) -> AsyncIterator[Objects]:
+async def _stored(
+    path: Path, kind: Kind, size_bytes: int, devices: tuple[Path, ...] = ()
+) -> AsyncIterator[Objects]:
     """Open a store with `size_bytes` of objects, durable on the device, none of them in DRAM."""
     device = open_device(kind, DEPTH)
     try:
         store = await start_store(
-            StoreOptions(path, dram_bytes=DRAM_BYTES, nvme=NvmeOptions(device, 2 * size_bytes))
+            StoreOptions(
+                path, dram_bytes=DRAM_BYTES, nvme=NvmeOptions(device, 2 * size_bytes, devices=devices)
+            )
         )
         try:
             async with trio.open_nursery() as nursery:

@@ -6,7 +6,7 @@ is the asking machine: a store and its cluster; the baseline receives into memor
 Both sides walk 96 MiB, so that bytes come from memory and go there. A fetch is one of a hinted
 peer: it reserves drafts, receives, verifies and seals them. One over TLS is measured against the same fetch without.
 
-The sides take turns, operation by operation. `python -m bench.remote FOLDER BYTES` is the process that serves.
+The sides take turns, operation by operation. `python -m bench.remote FOLDER BYTES TRANSPORT` is the serving process.
 
 Concurrency: one trio thread and the store's native threads; the baseline's streams have a thread each.
 """
@@ -99,7 +99,7 @@ def _settings(folder: Path, *, tls: bool = False, **more: Any) -> ClusterSetting
 
 
 @contextmanager
-def other_machine(folder: Path, size_bytes: int) -> Iterator[tuple[int, int, int]]:
+def other_machine(folder: Path, size_bytes: int, *, transport: str = "tcp") -> Iterator[tuple[int, int, int]]:
     """Run the process that serves; yield its ports: for a fetch, for the baseline, for a fetch over TLS."""
     secret = folder / "secret"
     secret.write_bytes(os.urandom(32).hex().encode())
@@ -107,7 +107,7 @@ def other_machine(folder: Path, size_bytes: int) -> Iterator[tuple[int, int, int
     for machine in ("a", "b"):
         (folder / machine).mkdir()
     with subprocess.Popen(
-        [sys.executable, "-m", "bench.remote", str(folder), str(size_bytes)],
+        [sys.executable, "-m", "bench.remote", str(folder), str(size_bytes), transport],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -129,10 +129,19 @@ async def _measure(name: str, folder: Path, port: int, raw: Raw, batch: int, sec
 
 
 async def beside_fetches(
-    name: str, folder: Path, port: int, side: Side, batch: int, count: int, seconds: float
+    name: str,
+    folder: Path,
+    port: int,
+    side: Side,
+    batch: int,
+    count: int,
+    seconds: float,
+    *,
+    transport: str = "tcp",
 ) -> Result:
     """Measure fetches of batches of `count` blocks from the machine at `port`, and another way in turns."""
-    async with _asking(folder, _settings(folder, peers=(f"127.0.0.1:{port}",))) as (store, [cluster]):
+    settings = _settings(folder, peers=(f"127.0.0.1:{port}",), transport=transport)
+    async with _asking(folder, settings) as (store, [cluster]):
         ours = partial(_fetch, store, cluster, batch, count)
         return await _in_turns(name, store, (ours, side), batch, count, seconds)
 
@@ -242,14 +251,14 @@ class Raw:
             stream.close()
 
 
-async def _serve(folder: Path, size_bytes: int) -> None:
+async def _serve(folder: Path, size_bytes: int, transport: str) -> None:
     store = await _open_store(folder / "a")
     ports = free_ports(2)
     with socket.create_server(("127.0.0.1", 0)) as raw:
         slots = [_put(store, number, size_bytes) for number in range(SET_BYTES // size_bytes)]
         async with trio.open_nursery() as nursery:
             for port, tls in zip(ports, (False, (folder / "certificate").exists()), strict=True):
-                settings = _settings(folder, listen=f"127.0.0.1:{port}", tls=tls)
+                settings = _settings(folder, listen=f"127.0.0.1:{port}", tls=tls, transport=transport)
                 await nursery.start(Cluster(settings, store).run)
             threading.Thread(target=_serve_raw, args=[raw, slots, size_bytes], daemon=True).start()
             print(ports[0], raw.getsockname()[1], ports[1], flush=True)
@@ -287,4 +296,4 @@ def _send_slots(connection: socket.socket, slots: list[int], size_bytes: int) ->
 
 
 if __name__ == "__main__":
-    trio.run(_serve, Path(sys.argv[1]), int(sys.argv[2]))
+    trio.run(_serve, Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

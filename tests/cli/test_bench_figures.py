@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from random import Random
 
 import pytest
 
-from bench import command, conductor, conductor_queries
+from bench import command, conductor, conductor_queries, fabric
 from kvfs._native.cluster.index import MAX_SOURCES, ClusterIndex
+from kvfs.errors import DeviceMissing
 from scheduler.routing.prefix_index import PrefixIndex
 from tests.support.pages import PAGES
 
@@ -39,6 +41,12 @@ def test_bytes_of_a_block_are_counted_with_all_the_sources_there_may_be() -> Non
     assert len(index) == 1 << 19
     assert min(blocks) > 0
     assert sum(blocks) > 3 * len(index)
+
+
+def test_ucx_is_measured_against_its_own_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DeviceMissing, match="ucx_perftest"):
+        fabric.ucx_get_1m(0)
 
 
 # --- queries ---------------------------------------------------------------------------------------------

@@ -13,10 +13,12 @@ import pytest
 import trio
 
 from bench import nvme
+from bench.measure import Result
 from kvfs import limits
 from kvfs.errors import DeviceAway, DeviceFailed, DeviceMissing, InvalidRequest, NoSpace, status_error
 from tests.conformance.device_suite import KIB, PAGE, DeviceSuite, MakeDevice, get, put
 from tests.support.faulty_device import SECTOR_BYTES, FailingDevice, LossyDevice, PowerLost, WrappedDevice
+from tests.support.loop_devices import has_loop_devices
 from tests.support.uring import needs_uring
 from tests.support.waits import WAIT_S
 from tiers.device import threads as threads_module
@@ -394,18 +396,27 @@ async def test_the_wrappers_stack(tmp_path: Path) -> None:
 
 
 # --- the measurement -------------------------------------------------------------------------------------
-def test_the_measurement_needs_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("measure", [nvme.read_1m_qd8, nvme.device_read_1m])
+def test_the_measurements_need_fio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: Callable[..., Result]
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DeviceMissing, match="fio"):
-        nvme.read_1m_qd8(tmp_path, 0)
+        measure(tmp_path, 0)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is missing")
-def test_the_measurement_verifies_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["read_1m_qd8", "device_read_1m"])
+def test_the_measurements_verify_and_clean_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    if name == "device_read_1m" and not has_loop_devices():
+        pytest.skip("needs root, /dev/loop-control and losetup")
     monkeypatch.setattr(nvme, "ROUND_S", 1)
     monkeypatch.setattr(nvme, "LEAST_ROUNDS", 1)
-    result = nvme.read_1m_qd8(tmp_path, 0, kind="threads", size_bytes=8 << 20)
-    assert result.name == "nvme.read_1m_qd8"
+    result: Result = getattr(nvme, name)(tmp_path, 0, kind="threads", size_bytes=8 << 20)
+    assert result.name == f"nvme.{name}"
     assert result.value > 0
     assert result.baseline is not None
     assert result.ratio == result.value / result.baseline

@@ -39,7 +39,7 @@ MakeLoop = Callable[..., LoopDevice]
 @pytest.fixture
 def make_loop(tmp_path: Path) -> Iterator[MakeLoop]:
     """Make loop devices; skip where that is not allowed."""
-    if os.geteuid() != 0 or not os.path.exists("/dev/loop-control") or shutil.which("losetup") is None:
+    if not has_loop_devices():
         pytest.skip("needs root, /dev/loop-control and losetup")
     with ExitStack() as made:
 
@@ -53,6 +53,10 @@ def make_loop(tmp_path: Path) -> Iterator[MakeLoop]:
             return LoopDevice(Path(path), file)
 
         yield make
+
+
+def has_loop_devices() -> bool:
+    return os.geteuid() == 0 and os.path.exists("/dev/loop-control") and shutil.which("losetup") is not None
 
 
 def _losetup(*arguments: str) -> str:
