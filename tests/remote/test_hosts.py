@@ -32,7 +32,7 @@ DIRECTORY: Final = 4
 """The host of the directory."""
 SILENT_S: Final = limits.REMOTE_READ_S + limits.REMOTE_SILENCE_S
 """Within this a machine that says nothing more is given up, whatever was asked of it."""
-SPARE_S: Final = 5.0
+SPARE_S: Final = 12.0
 """For all that a busy machine of the tests takes beside that."""
 _numbers = count()
 

@@ -152,17 +152,9 @@ async def test_what_is_believed_agrees_with_the_truth_after_every_fault(tmp_path
         assert fleet.counts["routed"] > 0
 
 
-async def would_route(fleet: Fleet, port: int, prompt: list[int]) -> tuple[str, int]:
-    """Where a Conductor sends a prompt now, and how many tokens it says are cached there."""
-    found = (await fleet.call(port, "POST", "/v1/route", {"model": "m", "tokens": prompt})).json
-    assert (await fleet.call(port, "DELETE", f"/v1/reservations/{found['id']}")).status == 204
-    return found["decode"], found.get("cached_tokens", 0)
-
-
 @pytest.mark.seeded
 async def test_two_conductors_follow_the_same_engines_and_one_goes_on_alone(tmp_path: Path) -> None:
-    """Publishers connect to both; each hears of all blocks, and knows the other's requests by their numbers alone:
-    where there are none both choose alike."""
+    """Publishers connect to both; each hears of all blocks, and knows the other's requests by their numbers alone."""
     rng = random.Random(SEED)
     prompts = drawn_prompts(rng)
     with Fleet(tmp_path, conductors=2) as fleet:
@@ -172,9 +164,6 @@ async def test_two_conductors_follow_the_same_engines_and_one_goes_on_alone(tmp_
         await heartbeat(fleet, rng)
         for number in range(2):
             await fleet.settled(prompts, number)
-        for prompt in prompts:
-            first, second = [await would_route(fleet, port, prompt) for port in fleet.ports]
-            assert first == second
         fleet.conductors[1].kill()
         fleet.ports.pop()
         fleet.conductors.pop()
