@@ -85,8 +85,9 @@ def check_outputs(runs: Runs) -> None:
 
 def check_hits(runs: Runs) -> None:
     """The second engine computes no whole block, and loads of each group what its layers read."""
-    case, hitter = runs.case, runs.hitter
-    assert set(runs.reference.cached_tokens) == set(runs.filler.cached_tokens) == {0}
-    assert hitter.cached_tokens == [case.blocks(prompt) * case.block_tokens for prompt in STORED.values()]
-    assert hitter.counts["loaded_blocks"] == case.loads()
-    assert hitter.counts["failed_blocks"] == runs.filler.counts["dropped_blocks"] == 0
+    case, hitter, said = runs.case, runs.hitter, f"filler: {runs.filler.counts}, hitter: {runs.hitter.counts}"
+    assert set(runs.reference.cached_tokens) == set(runs.filler.cached_tokens) == {0}, said
+    wanted = [case.blocks(prompt) * case.block_tokens for prompt in STORED.values()]
+    assert hitter.cached_tokens == wanted, f"{hitter.cached_tokens}, not {wanted}; {said}"
+    assert hitter.counts["loaded_blocks"] == case.loads(), said
+    assert hitter.counts["failed_blocks"] == runs.filler.counts["dropped_blocks"] == 0, said
