@@ -91,6 +91,8 @@ class Run:
     cached_tokens: list[int]
     loaded: list[str]
     counts: dict[str, int] = field(default_factory=dict)
+    block_tokens: int = 0
+    """Of a block of attention, as vLLM chose it."""
     finish: list[str] = field(default_factory=list)
     kv_transfer_params: list[dict[str, Any] | None] = field(default_factory=list)
     """What each answer says to the engine that goes on with the prompt."""

@@ -37,19 +37,17 @@ class Case:
     """A family and what is known of its cache."""
 
     family: Family
-    block_tokens: int
+    block_tokens: int | None
+    """None: as many as vLLM chooses for the processor; with recurrent layers a block of attention is no smaller than a
+    state, and of whole pieces that the processor's kernels take."""
     groups: tuple[Group, ...] = (Group(),)
     """Of its cache."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of its engines."""
 
-    def blocks(self, prompt: list[int]) -> int:
-        return (len(prompt) - 1) // self.block_tokens
-
-    def loads(self) -> int:
-        """Blocks of all groups that a hit of each prompt takes."""
-        counts = [self.blocks(prompt) for prompt in STORED.values()]
-        return sum(len(group.needed(0, count)) for count in counts for group in self.groups)
+    def loads(self, blocks: list[int]) -> int:
+        """Blocks of all groups that hits of so many blocks take."""
+        return sum(len(group.needed(0, count)) for count in blocks for group in self.groups)
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,9 @@ def check_hits(runs: Runs) -> None:
     """The second engine computes no whole block, and loads of each group what its layers read."""
     case, hitter, said = runs.case, runs.hitter, f"filler: {runs.filler.counts}, hitter: {runs.hitter.counts}"
     assert set(runs.reference.cached_tokens) == set(runs.filler.cached_tokens) == {0}, said
-    wanted = [case.blocks(prompt) * case.block_tokens for prompt in STORED.values()]
+    block_tokens = case.block_tokens or hitter.block_tokens
+    blocks = [(len(prompt) - 1) // block_tokens for prompt in STORED.values()]
+    wanted = [count * block_tokens for count in blocks]
     assert hitter.cached_tokens == wanted, f"{hitter.cached_tokens}, not {wanted}; {said}"
-    assert hitter.counts["loaded_blocks"] == case.loads(), said
+    assert hitter.counts["loaded_blocks"] == case.loads(blocks), said
     assert hitter.counts["failed_blocks"] == runs.filler.counts["dropped_blocks"] == 0, said

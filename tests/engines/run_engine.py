@@ -147,6 +147,7 @@ def generate(engine: Any, loaded: list[str], request: dict[str, Any]) -> dict[st
         "cached_tokens": [output.num_cached_tokens for output in outputs],
         "loaded": loaded,
         "counts": counts(engine),
+        "block_tokens": engine.llm_engine.vllm_config.cache_config.block_size,
         "finish": [completion.finish_reason for completion in completions],
         "kv_transfer_params": [output.kv_transfer_params for output in outputs],
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
