@@ -87,8 +87,9 @@ async def _read_devices(folder: Path, seconds: float, kind: Kind, size_bytes: in
     fio = _find_fio()
     with tempfile.TemporaryDirectory(prefix="kvfs-bench-", dir=folder) as name, ExitStack() as attached:
         files = [Path(name) / "fio.img", Path(name) / "segments.img"]
-        for file, file_bytes in zip(files, (size_bytes, DEVICE_SHARE * size_bytes), strict=True):
-            await _write_file(file, kind, file_bytes)
+        await _write_file(files[0], kind, size_bytes)
+        with files[1].open("xb") as file:  # what the store does not find empty it refuses
+            os.posix_fallocate(file.fileno(), 0, DEVICE_SHARE * size_bytes)
         read, segments = (attached.enter_context(_loop_device(file)) for file in files)
         async with _stored(Path(name) / "store", kind, size_bytes, (segments,)) as subject:
             baseline = partial(_run_fio, fio, read, size_bytes)
