@@ -277,7 +277,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--at", metavar="MOUNT", help="the mount of a running service; default: one of its own"
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path(), help="on the NVMe device, with 2.5 GiB free (default: here)"
+        "--folder", type=Path, default=Path(), help="on the NVMe device, with 3 GiB free (default: here)"
     )
     parser.add_argument("--seconds", type=float, default=SECONDS, help="per figure (default: %(default)s)")
     return parser.parse_args(arguments)

@@ -3,7 +3,7 @@
 Responsibility: one function, from seconds to a Result. The fetch is the one of `bench.remote`, with `[cluster]
 transport = "ucx"` on both sides; the baseline is UCX's own program, which sends messages of 1 MiB to and fro by tag
 (`tag_lat`: half of the way there and back, the median of its run) from one place in memory to one, waits for nothing
-but the other, and verifies nothing. Both take the transports that UCX chooses, on one machine its shared memory.
+but the other, and verifies nothing. Both take what UCX chooses of its transports.
 
 `ucx_perftest` takes a quarter of a second to start: it runs once in RUN_FETCHES fetches.
 

@@ -41,8 +41,8 @@ DRAM_BYTES = 64 * MIB
 DEPTH = 8
 ROUND_S = 2.0
 LEAST_ROUNDS = 3
-DEVICE_SHARE = 2
-"""How many times the objects' bytes the store's device has."""
+TIER_SHARE = 2
+"""How many times the objects' bytes the tier has, in files or on a device."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ def device_read_1m(
     folder: Path, seconds: float, *, kind: Kind = "auto", size_bytes: int = FILE_BYTES
 ) -> Result:
     """Return MiB/s of objects read through a store on a block device, beside fio's io_uring on another. Needs root, and
-    3.5 times `size_bytes` in `folder`.
+    3 times `size_bytes` in `folder`.
 
     Raises DeviceMissing without fio, or loop devices.
     """
@@ -89,7 +89,7 @@ async def _read_devices(folder: Path, seconds: float, kind: Kind, size_bytes: in
         files = [Path(name) / "fio.img", Path(name) / "segments.img"]
         await _write_file(files[0], kind, size_bytes)
         with files[1].open("xb") as file:  # what the store does not find empty it refuses
-            os.posix_fallocate(file.fileno(), 0, DEVICE_SHARE * size_bytes)
+            os.posix_fallocate(file.fileno(), 0, TIER_SHARE * size_bytes)
         read, segments = (attached.enter_context(_loop_device(file)) for file in files)
         async with _stored(Path(name) / "store", kind, size_bytes, (segments,)) as subject:
             baseline = partial(_run_fio, fio, read, size_bytes)
@@ -172,7 +172,9 @@ async def _stored(
     try:
         store = await start_store(
             StoreOptions(
-                path, dram_bytes=DRAM_BYTES, nvme=NvmeOptions(device, 2 * size_bytes, devices=devices)
+                path,
+                dram_bytes=DRAM_BYTES,
+                nvme=NvmeOptions(device, TIER_SHARE * size_bytes, devices=devices),
             )
         )
         try:

@@ -17,8 +17,9 @@ from kvfs.keys import block_name
 from kvfs.limits import MIB
 from tests.support.directory_server import DirectoryServer
 from tests.support.gateway import ACCESS, SECRET, Gateway
-from tests.support.machines import digest_of, payload_of, write_secret
+from tests.support.machines import write_secret
 from tests.support.network_hosts import Network, sockets_to
+from tests.support.peer_services import put
 from tests.support.service import Service
 from tests.support.stores import NAMESPACE
 from tests.support.waits import eventually
@@ -45,11 +46,8 @@ class Host:
 
     def put(self, numbers: range) -> list[bytes]:
         """Put blocks of 1 MiB, each the child of the one before; return their digests."""
-        digests = [digest_of(number) for number in numbers]
-        payloads = [payload_of(number, MIB) for number in numbers]
         with self.blocks() as blocks:
-            assert all(blocks.put(digests, payloads, [None, *digests[:-1]]))
-        return digests
+            return put(blocks, len(numbers), MIB, numbers.start)
 
     @contextmanager
     def blocks(self) -> Iterator[kvfs.Blocks]:

@@ -122,24 +122,17 @@ class Network:
             for host in hosts:
                 _run("bridge", "link", "set", "dev", f"h{host}", "isolated", state)
 
-    def slow_down(self, host: int, rate: str) -> None:
-        """Have a host be sent so much a second, such as `20mbit`, from now on."""
+    @contextmanager
+    def slowed(self, host: int, rate: str) -> Iterator[None]:
+        """Have a host be sent so much a second, such as `20mbit`."""
+        root = ("dev", f"h{host}", "root")
         with self.within(0):
-            _run(
-                "tc",
-                "qdisc",
-                "add",
-                "dev",
-                f"h{host}",
-                "root",
-                "tbf",
-                "rate",
-                rate,
-                "burst",
-                "64k",
-                "limit",
-                "256k",
-            )
+            _run("tc", "qdisc", "add", *root, "tbf", *("rate", rate), *("burst", "64k"), *("limit", "256k"))
+        try:
+            yield
+        finally:
+            with self.within(0):
+                _run("tc", "qdisc", "delete", *root)
 
 
 @contextmanager

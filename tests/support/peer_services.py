@@ -53,10 +53,11 @@ def wait_for_peers(client: kvfs.Client, count: int) -> dict[str, Any]:
     return dict(cluster)
 
 
-def put(blocks: kvfs.Blocks, count: int, size_bytes: int) -> list[bytes]:
-    """Put blocks, each the child of the one before; return their digests."""
-    digests = [digest_of(number) for number in range(count)]
-    payloads = [payload_of(number, size_bytes) for number in range(count)]
+def put(blocks: kvfs.Blocks, count: int, size_bytes: int, first: int = 0) -> list[bytes]:
+    """Put blocks with the numbers from `first` on, each the child of the one before; return their digests."""
+    numbers = range(first, first + count)
+    digests = [digest_of(number) for number in numbers]
+    payloads = [payload_of(number, size_bytes) for number in numbers]
     assert all(blocks.put(digests, payloads, [None, *digests[:-1]]))
     return digests
 

@@ -13,6 +13,7 @@ from kvfs.config.settings import HandOver
 from kvfs.errors import InvalidRequest, NotFound
 from scheduler.conductor.conductor import WITHOUT_TOKENS
 from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, RouteRequest, Usage
+from tests.scheduler.proxy.test_handover import NIXL
 from tests.support.conductors import Clock, conductor, hears, instance
 from tests.support.stub_engines import (
     BEHAVIOURS,
@@ -28,14 +29,6 @@ from tests.support.stub_engines import (
 from tests.support.waits import WAIT_S, until
 
 CHAT = "/v1/chat/completions"
-PULLED = {
-    "do_remote_prefill": True,
-    "remote_engine_id": "e",
-    "remote_block_ids": [7],
-    "remote_host": "h",
-    "remote_port": 1,
-}
-"""What vLLM's NixlConnector answers a prefill leg."""
 
 
 class NotingRouter:
@@ -295,7 +288,7 @@ async def test_a_client_that_goes_away_before_its_answer_is_cancelled_on_each_le
         router.stand = stand
         slow = stand.engines[leg == "decode"]
         slow.behaviour = "pause"
-        stand.engines[0].prefill_params = PULLED if hand_over == "nixl" else None
+        stand.engines[0].prefill_params = NIXL if hand_over == "nixl" else None
         asker = await stand.asker()
         await asker.send(CHAT, chat("q"))
         await until(lambda: bool(slow.completions))
@@ -306,7 +299,7 @@ async def test_a_client_that_goes_away_before_its_answer_is_cancelled_on_each_le
         assert (("prefilled", "r1") in router.reports) == (leg == "decode")
         assert [len(engine.completions) for engine in stand.engines] == [1, int(leg == "decode")]
         if leg == "decode" and hand_over == "nixl":
-            assert slow.completions[0].body["kv_transfer_params"]["remote_block_ids"] == [7]
+            assert slow.completions[0].body["kv_transfer_params"] == NIXL
 
 
 REFUSALS = {
