@@ -97,7 +97,7 @@ MODULES = {
     "evict.policy": ["policy_core", "learner", "shadow", "memory", "order", "runs", "baselines", "replay"],
     "catalog.block_index": ["catalog_core"],
     "catalog.adoption": ["adoption_core"],
-    "cluster.index": ["index_core", "segments", "holder_sets"],
+    "cluster.index": ["index_core", "segments", "holder_sets", "windows_core"],
     "cluster.route": ["route_core", "legs_core", "queues_core"],
     "catalog.records": [],
     "catalog.logged_names": [],

@@ -14,18 +14,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from kvfs.events.event_streams import Engine, EventStreams, Missing
-from kvfs.events.kv_events import GPU, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
+from kvfs.events.kv_events import (
+    GPU,
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    layers_of,
+)
 from kvfs.groups import Group, longest_prefix
 from kvfs.limits import MAX_ENGINE_BLOCKS
 
 Place = tuple[str, int | None]
 """A medium, and the engine's group of layers: models with several kinds of attention have a cache for each."""
-_WINDOWS: Final = frozenset(("sliding_window", "sliding_window_mla"))
-_STATES: Final = frozenset(("mamba",))
-"""Names of vLLM's KVCacheSpecKind."""
 
 
 @dataclass(slots=True)
@@ -123,18 +128,12 @@ class EngineIndex:
         self._over_limit += max(len(event.block_hashes) - room, 0)
         if blocks := event.block_hashes[: max(room, 0)]:
             held = places.setdefault(_place(event), _Held(Group()))
-            held.group = _group(event)
+            held.group = layers_of(event)
             held.blocks.update(blocks)
 
 
 def _count(places: dict[Place, _Held]) -> int:
     return sum(len(held.blocks) for held in places.values())
-
-
-def _group(event: BlockStored) -> Group:
-    if event.kv_cache_spec_kind in _WINDOWS and event.kv_cache_spec_sliding_window:
-        return Group.of_window(event.kv_cache_spec_sliding_window, max(event.block_size, 1))
-    return Group.of_state() if event.kv_cache_spec_kind in _STATES else Group()
 
 
 def _place(event: BlockStored | BlockRemoved) -> Place:

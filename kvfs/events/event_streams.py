@@ -19,11 +19,13 @@ Concurrency: plain state for one thread, without a clock.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final, Protocol
 
 from kvfs.errors import InvalidRequest
-from kvfs.events.kv_events import Batch, KVEvent, decode_batch, sequence_of, start_of
+from kvfs.events.kv_events import Batch, BlockStored, KVEvent, decode_batch, layers_of, sequence_of, start_of
 from kvfs.limits import MAX_ENGINE_STREAMS, MAX_EVENT_BATCHES
 
 _MAX_SEQUENCE: Final = (1 << 63) - 1
@@ -174,7 +176,7 @@ class EventStreams:
     def _apply(self, stream: _Stream, sequence: int, batch: Batch) -> None:
         self.counts["batches"] += 1
         stream.next = sequence + 1
-        for event in batch.events:
+        for event in full_attention_first(batch.events):
             self._sink.apply(stream.engine, event)
 
     def _restart(self, stream: _Stream, sequence: int) -> None:
@@ -187,6 +189,17 @@ class EventStreams:
         if engine not in self._streams and len(self._streams) >= MAX_ENGINE_STREAMS:
             raise InvalidRequest(f"KV events: more than {MAX_ENGINE_STREAMS} engines")
         return self._streams.setdefault(engine, _Stream(engine))
+
+
+def full_attention_first(events: Iterable[KVEvent]) -> Iterator[KVEvent]:
+    """Yield the events of a batch, of blocks that were stored together those of full attention first: other layers keep
+    the end of a prefix alone, and the block before it is named by the former only."""
+    for are_stored, some in groupby(events, lambda event: isinstance(event, BlockStored)):
+        yield from sorted(some, key=_is_of_other_layers) if are_stored else some
+
+
+def _is_of_other_layers(event: KVEvent) -> bool:
+    return isinstance(event, BlockStored) and not layers_of(event).is_full
 
 
 def _is_anew(expected: int, sequence: int) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, Final
 import msgspec
 
 from kvfs.errors import InvalidRequest
+from kvfs.groups import Group
 from kvfs.limits import MAX_EVENT_BATCHES, MAX_EVENT_BYTES, MAX_REPLAY_BYTES
 
 BlockHash = bytes | int
@@ -93,6 +94,19 @@ class _RawBatch(msgspec.Struct, array_like=True):
 
 encode_batch: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(_RawBatch).decode
+_WINDOWS: Final = frozenset(("sliding_window", "sliding_window_mla"))
+_STATES: Final = frozenset(("mamba",))
+"""Names of vLLM's KVCacheSpecKind."""
+
+
+def layers_of(event: BlockStored) -> Group:
+    """Return what the layers of an event's blocks read of a prefix: everything, where it does not say what they are, or
+    says too little, as of chunked local attention, whose chunks have a length that no event names."""
+    if event.kv_cache_spec_kind in _WINDOWS and event.kv_cache_spec_sliding_window:
+        return Group.of_window(event.kv_cache_spec_sliding_window, max(event.block_size, 1))
+    return Group.of_state() if event.kv_cache_spec_kind in _STATES else Group()
+
+
 _KINDS: Final[dict[str, type[KVEvent]]] = {
     kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
 }

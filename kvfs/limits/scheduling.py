@@ -25,6 +25,8 @@ DEFERRED_FORGOTTEN_S: Final = 120.0
 # --- the Conductor ---------------------------------------------------------------------------------------
 MAX_CONDUCTOR_INSTANCES: Final = 256
 """Instances of one Conductor: with the tiers of their stores they stay within MAX_BLOCK_SOURCES."""
+MAX_ENGINE_GROUPS: Final = 64
+"""Groups of layers with a cache of their own that an engine's events speak of: Gemma 3 has six."""
 MAX_BLOCK_SOURCES: Final = 1_024
 """Streams of events times tiers, each a bit of a holder mask."""
 MAX_INDEXED_BLOCKS: Final = 1 << 24

@@ -32,7 +32,7 @@ from kvfs.limits import (
 )
 from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.pool import Member, Options, Pool
-from scheduler.conductor.sources import Knowledge, Sources, Stream, StreamName
+from scheduler.conductor.sources import Knowledge, Place, Sources, Stream, StreamName
 from scheduler.conductor.values import EngineMetrics, Instance, unless_awaited
 
 log = logging.getLogger("kvfs.conductor")
@@ -97,7 +97,7 @@ class Registry:
         for stream in member.streams:
             stream.expecting.discard(member.expected)
             if stream.name not in still:
-                for source in stream.sources.values():
+                for source in (*stream.sources.values(), *stream.windows.values()):
                     self._sources.release(source)
                 del self._streams[stream.name]
         self._topics = {stream.topic for stream in self._streams}
@@ -260,12 +260,12 @@ class Registry:
             if any(stream.name == name for stream in member.streams)
         ]
 
-    def stored(self, stream: Stream, medium: str, hashes: bytes, parent: bytes | None) -> None:
-        """Note that a medium of a stream holds these blocks; what is announced is expected no more."""
-        source = stream.sources.get(medium)
+    def stored(self, stream: Stream, place: Place, hashes: bytes, parent: bytes | None) -> None:
+        """Note that a place of a stream holds these blocks; what is announced is expected no more."""
+        source = stream.source_at(place)
         if source is None:
             try:
-                source = stream.sources[medium] = self._sources.take()
+                source = self._sources.place(stream, place)
             except LimitExceeded:
                 self.counts["over_limit"] += len(hashes) // HASH_BYTES
                 return
@@ -274,9 +274,9 @@ class Registry:
         for expected in stream.expecting:
             self._index.remove(expected, hashes)
 
-    def removed(self, stream: Stream, medium: str, hashes: bytes) -> None:
-        """Take blocks of one medium out of the index, as their stream says."""
-        source = stream.sources.get(medium)
+    def removed(self, stream: Stream, place: Place, hashes: bytes) -> None:
+        """Take blocks of one place out of the index, as their stream says."""
+        source = stream.source_at(place)
         if source is not None:
             self._index.remove(source, hashes)
 

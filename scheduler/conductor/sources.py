@@ -1,10 +1,10 @@
 """Streams of events and the sources that they speak of.
 
-Responsibility: a number for each medium of a stream and for what each instance is expected to have; what is known of a
+Responsibility: a number for each place of a stream and for what each instance is expected to have; what is known of a
 stream: nothing yet, all, or not all (after a gap).
 
 Invariants: a stream that is not current has no blocks in the index. The number of a source is used again only after its
-blocks are cleared.
+blocks are cleared. What a medium holds of full attention counts as far as the stream's other layers there go on.
 
 Concurrency: one thread.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from kvfs._native.cluster.index import SPARE_SOURCES, ClusterIndex
+from kvfs._native.cluster.index import MAX_WINDOWS, SPARE_SOURCES, ClusterIndex
 from kvfs.errors import LimitExceeded
 from kvfs.limits import MAX_BLOCK_SOURCES, MAX_SWEPT_SEGMENTS, SWEEP_STEP_S
 
@@ -30,6 +30,14 @@ class StreamName(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.topic}/{self.rank}" if self.rank else self.topic
+
+
+class Place(NamedTuple):
+    """Where a stream's blocks are: in a medium, and of which layers."""
+
+    medium: str
+    window_blocks: int = 0
+    """Blocks that these layers read before a boundary, the last state alone among them; 0: all, full attention."""
 
 
 class Knowledge(Enum):
@@ -61,12 +69,18 @@ class Stream:
     """When its last event came."""
     owed_s: float = float("inf")
     """Since when an answer needed blocks of which no event has come, nor any other."""
-    group: int | None = None
-    """The engine's group of layers whose blocks count, once it has said what they are."""
+    groups: dict[int, int] = field(default_factory=dict)
+    """What each of the engine's groups of layers reads before a boundary, as `Place` has it, once it has said that."""
     sources: dict[str, int] = field(default_factory=dict)
-    """By medium."""
+    """Of full attention, by medium."""
+    windows: dict[Place, int] = field(default_factory=dict)
+    """The sources of layers that read less, MAX_WINDOWS for each medium at most."""
     expecting: set[int] = field(default_factory=set)
     """The sources of what its instances are expected to have."""
+
+    def source_at(self, place: Place) -> int | None:
+        """Return the number of a place, if it has one."""
+        return self.windows.get(place) if place.window_blocks else self.sources.get(place.medium)
 
 
 class Sources:
@@ -87,8 +101,26 @@ class Sources:
             raise LimitExceeded(f"{MAX_BLOCK_SOURCES} sources of blocks are in use, which is the limit")
         return self._free.pop()
 
+    def place(self, stream: Stream, place: Place) -> int:
+        """Give a place of a stream a number, which it has not got. Raises LimitExceeded."""
+        if not place.window_blocks:
+            number = stream.sources[place.medium] = self.take()
+        else:
+            if sum(other.medium == place.medium for other in stream.windows) == MAX_WINDOWS:
+                raise LimitExceeded(f"{stream.name}: {MAX_WINDOWS} kinds of windows are in use, which is the limit")
+            number = stream.windows[place] = self.take()
+        if place.medium in stream.sources:
+            beside = [
+                (each, other.window_blocks)
+                for other, each in stream.windows.items()
+                if other.medium == place.medium
+            ]
+            self._index.set_windows(stream.sources[place.medium], beside)
+        return number
+
     def release(self, source: int) -> None:
         """Take a number back, once nothing maps it any more."""
+        self._index.set_windows(source, ())
         if self._may_clear:
             self._index.clear(source)
             self._free.append(source)
@@ -103,10 +135,14 @@ class Sources:
         """
         before = len(stream.sources)
         for medium, source in list(stream.sources.items()):
+            self._index.set_windows(source, ())
             if self._may_clear:
                 self._index.clear(source)
             else:
                 self._retired.append(stream.sources.pop(medium))
+        for source in stream.windows.values():  # who starts anew may have other layers
+            self.release(source)
+        stream.windows.clear()
         if knowledge is Knowledge.CURRENT and not stream.is_store:
             for expected in stream.expecting:
                 if self._may_clear:  # else it fades

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import groupby, takewhile
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvfs._native.cluster.index import MAX_SOURCES, ClusterIndex
+from kvfs._native.cluster.index import MAX_SOURCES, MAX_WINDOWS, ClusterIndex
 from kvfs.errors import InvalidRequest
 
 SOURCES = [0, 1, 2, 63, 64, 1000, 1023]
@@ -24,6 +24,7 @@ sources = st.sampled_from(SOURCES)
 prompts = st.lists(st.sampled_from(KEYS), max_size=12)
 parts = st.tuples(st.integers(0, 8_000), st.integers(0, 1_500)).map(lambda at: HEAP[at[0] : at[0] + at[1]])
 blocks = st.one_of(prompts, prompts, parts)
+windows = st.lists(st.tuples(sources, st.integers(1, 4)), max_size=3)
 
 
 class Model:
@@ -32,6 +33,7 @@ class Model:
     def __init__(self) -> None:
         self.holders: dict[bytes, set[int]] = {}
         self.producers: dict[bytes, int] = {}
+        self.windows: dict[int, list[tuple[int, int]]] = {}
 
     def add(self, source: int, hashes: Iterable[bytes], producer: int | None = None) -> None:
         for key in hashes:
@@ -62,12 +64,27 @@ class Model:
     def of(self, source: int) -> list[bytes]:
         return [key for key, held in self.holders.items() if source in held]
 
+    def usable(self, hashes: list[bytes]) -> list[set[int]]:
+        """Return who has each block of the longest prefix for somebody who goes on from there."""
+        held = list(takewhile(bool, (self.holders.get(key, set()) for key in hashes)))
+
+        def goes_on(source: int, windows: list[tuple[int, int]], end: int) -> bool:
+            return source in held[end - 1] and all(
+                holder in each for holder, count in windows for each in held[max(end - count, 0) : end]
+            )
+
+        ends = {
+            source: max((n for n in range(1, len(held) + 1) if goes_on(source, windows, n)), default=0)
+            for source, windows in self.windows.items()
+        }
+        beside = {holder for windows in self.windows.values() for holder, _ in windows}
+        found = [
+            {each for each in some if n < ends.get(each, n + 1)} - beside for n, some in enumerate(held)
+        ]
+        return list(takewhile(bool, found))
+
     def runs(self, hashes: list[bytes]) -> tuple[tuple[int, int, int | None], ...]:
-        states = []
-        for key in hashes:
-            if key not in self.holders:
-                break
-            states.append((mask(self.holders[key]), self.producers.get(key)))
+        states = [(mask(some), self.producers.get(hashes[n])) for n, some in enumerate(self.usable(hashes))]
         return tuple((holders, len(list(run)), producer) for (holders, producer), run in groupby(states))
 
     def match(self, hashes: list[bytes]) -> list[tuple[int, int]]:
@@ -80,8 +97,7 @@ def mask(held: Iterable[int]) -> int:
 
 
 def depth(model: Model, hashes: list[bytes], group: set[int]) -> int:
-    held = [bool(model.holders.get(key, set()) & group) for key in hashes]
-    return (*held, False).index(False)
+    return len(list(takewhile(bool, (some & group for some in model.usable(hashes)))))
 
 
 class Machine(RuleBasedStateMachine):
@@ -113,6 +129,13 @@ class Machine(RuleBasedStateMachine):
     def clear(self, source: int) -> None:
         self.index.clear(source)
         self.model.clear(source)
+
+    @rule(source=sources, windows=windows)
+    def set_windows(self, source: int, windows: list[tuple[int, int]]) -> None:
+        self.index.set_windows(source, windows)
+        self.model.windows.pop(source, None)
+        if windows:
+            self.model.windows[source] = windows
 
     @rule(segments=st.integers(1, 3))
     def sweep(self, segments: int) -> None:
@@ -229,6 +252,25 @@ def test_sources_that_are_cleared_and_not_swept_are_counted() -> None:
     assert index.unswept_sources == 0
 
 
+def test_a_prompt_goes_on_from_where_windows_and_states_are_there() -> None:
+    """Source 0 has full attention, 1 a window of two blocks, 2 states, of which the engine has kept two."""
+    index, hashes = ClusterIndex(1_000), b"".join(HEAP[:10])
+    index.set_windows(0, [(1, 2), (2, 1)])
+    index.add(0, hashes)
+    assert index.runs(hashes) == ()
+    index.add(1, hashes)
+    index.add(2, HEAP[3] + HEAP[8])
+    assert (index.runs(hashes), index.match(hashes)) == (((1, 9, None),), [(0, 9)])
+    index.remove(1, HEAP[7])  # the window has let go of what the later boundary needs
+    assert (index.match(hashes), index.depths(hashes, [1, 2, 7])) == ([(0, 4)], [4, 0, 4])
+    index.remove(1, b"".join(HEAP[:2]))
+    assert index.match(hashes) == [(0, 4)]
+    index.add(5, hashes)
+    assert index.runs(hashes) == ((0b100001, 4, None), (0b100000, 6, None))
+    index.set_windows(0, [])
+    assert index.depths(hashes, [1]) == [10]
+
+
 def test_blocks_without_their_parent_are_counted() -> None:
     index = ClusterIndex(1_000)
     index.add(0, b"".join(HEAP[:3]))
@@ -282,6 +324,9 @@ def test_questions_from_other_threads_are_answered_while_blocks_come_and_go() ->
         lambda index: index.holders(bytes(17)),
         lambda index: index.depths(bytes(16), [-1]),
         lambda index: index.depths(bytes(16), [1 << MAX_SOURCES]),
+        lambda index: index.set_windows(MAX_SOURCES, []),
+        lambda index: index.set_windows(0, [(MAX_SOURCES, 1)]),
+        lambda index: index.set_windows(0, [(1, 1)] * (MAX_WINDOWS + 1)),
     ],
 )
 def test_what_is_out_of_range_is_refused(call: object) -> None:

@@ -22,7 +22,7 @@ from scheduler.conductor.door.conductor_service import Addresses, ConductorServi
 from scheduler.conductor.feeds.engine_names import Resolve, system_addresses
 from scheduler.conductor.feeds.health import HealthWatch
 from scheduler.conductor.pool import Options
-from scheduler.conductor.sources import Knowledge, StreamName
+from scheduler.conductor.sources import Knowledge, Place, StreamName
 from scheduler.conductor.values import Instance, Routed, RouteRequest
 from scheduler.routing.cost import table_costs
 
@@ -78,7 +78,7 @@ def hears(made: Conductor, topic: str, prompt: list[int], medium: str = GPU) -> 
     assert stream is not None
     stream.knowledge = Knowledge.CURRENT
     hashes = prefix_hashes(NAMESPACE, prompt)
-    made.registry.stored(stream, medium, hashes, None)
+    made.registry.stored(stream, Place(medium), hashes, None)
     return hashes
 
 

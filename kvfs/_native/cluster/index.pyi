@@ -8,6 +8,8 @@ from typing_extensions import Buffer, disjoint_base
 MAX_SOURCES: Final = 1024
 SPARE_SOURCES: Final = 64
 """While fewer are cleared and not swept yet, adding blocks of whatever source never waits for a sweep."""
+MAX_WINDOWS: Final = 8
+"""Of one source."""
 
 @disjoint_base
 class ClusterIndex:
@@ -39,6 +41,15 @@ class ClusterIndex:
     def sweep(self, segments: int = 1) -> bool:
         """Sweep so many segments, of 3,069 places each, of what cleared sources held; return whether some are left.
         Changes of blocks do the same as they go. The mutex is free between two segments."""
+
+    def set_windows(self, source: int, windows: Sequence[tuple[int, int]]) -> None:
+        """Count a source only as far as what lies beside it goes on, in place of what was said before; () ends it.
+
+        `windows`: sources, MAX_WINDOWS at most, each with how many blocks it must hold behind one another before a
+        boundary, or all where there are fewer: those of a sliding window, or the one of a recurrent state. `runs`,
+        `match` and `depths` then have the source up to the last boundary from which a prompt can go on, and the
+        windows themselves not at all. Raises InvalidRequest for more windows.
+        """
 
     # --- what is under way --------------------------------------------------------------------------------
     def produce(self, source: int, producer: int, hashes: Buffer) -> int:

@@ -35,8 +35,13 @@ cdef extern from "cluster/holder_sets.h" nogil:
 cdef extern from "cluster/index_core.h" nogil:
     enum:
         KVFS_CLUSTER_SEGMENT_BLOCKS
+        KVFS_WINDOWS_OF_SOURCE
     struct kvfs_depth:
         uint32_t source
+        uint32_t blocks
+    struct kvfs_window:
+        uint32_t source
+        uint32_t holder
         uint32_t blocks
     kvfs_cluster *kvfs_cluster_new(uint64_t max_blocks, uint64_t seed)
     void kvfs_cluster_free(kvfs_cluster *c)
@@ -47,9 +52,10 @@ cdef extern from "cluster/index_core.h" nogil:
     bint kvfs_cluster_is_swept(const kvfs_cluster *c)
     uint32_t kvfs_cluster_unswept(const kvfs_cluster *c)
     int kvfs_cluster_runs(const kvfs_cluster *c, const uint8_t *hashes, size_t count, kvfs_runs *runs)
-    size_t kvfs_cluster_match(const kvfs_cluster *c, const uint8_t *hashes, size_t count, kvfs_depth *depths)
-    void kvfs_cluster_depths(const kvfs_cluster *c, const uint8_t *hashes, size_t count, const uint64_t *masks,
-                             size_t mask_count, uint64_t *depths)
+    int kvfs_cluster_set_windows(kvfs_cluster *c, uint32_t source, const kvfs_window *windows, size_t count)
+    int64_t kvfs_cluster_match(const kvfs_cluster *c, const uint8_t *hashes, size_t count, kvfs_depth *depths)
+    int kvfs_cluster_depths(const kvfs_cluster *c, const uint8_t *hashes, size_t count, const uint64_t *masks,
+                            size_t mask_count, uint64_t *depths)
     bint kvfs_cluster_holds(const kvfs_cluster *c, uint32_t source, const uint8_t *hash)
     void kvfs_cluster_holders(const kvfs_cluster *c, const uint8_t *hash, uint64_t *holders)
     size_t kvfs_cluster_list(const kvfs_cluster *c, uint32_t source, uint64_t *cursor, uint8_t *hashes)
@@ -58,6 +64,7 @@ cdef extern from "cluster/index_core.h" nogil:
     uint64_t kvfs_cluster_bytes(const kvfs_cluster *c)
 
 MAX_SOURCES = KVFS_CLUSTER_SOURCES
+MAX_WINDOWS = KVFS_WINDOWS_OF_SOURCE
 SPARE_SOURCES = KVFS_COLUMNS - KVFS_CLUSTER_SOURCES
 
 cdef enum:
@@ -127,19 +134,20 @@ cdef int64_t change(ClusterIndex index, kvfs_set_change change, uint32_t source,
     return result
 
 
-cdef size_t match_all(ClusterIndex index, const uint8_t *hashes, size_t count, kvfs_depth *depths) noexcept nogil:
+cdef int64_t match_all(ClusterIndex index, const uint8_t *hashes, size_t count, kvfs_depth *depths) noexcept nogil:
     kvfs_lock(&index._mutex)
-    cdef size_t found = kvfs_cluster_match(index._c, hashes, count, depths)
+    cdef int64_t found = kvfs_cluster_match(index._c, hashes, count, depths)
     kvfs_unlock(&index._mutex)
     return found
 
 
-cdef void find_depths(
+cdef int find_depths(
     ClusterIndex index, const uint8_t *hashes, size_t count, const uint64_t *masks, size_t mask_count, uint64_t *found
 ) noexcept nogil:
     kvfs_lock(&index._mutex)
-    kvfs_cluster_depths(index._c, hashes, count, masks, mask_count, found)
+    cdef int rc = kvfs_cluster_depths(index._c, hashes, count, masks, mask_count, found)
     kvfs_unlock(&index._mutex)
+    return rc
 
 
 cdef class ClusterIndex:
@@ -201,6 +209,22 @@ cdef class ClusterIndex:
                 segments -= 1
         return not swept
 
+    def set_windows(self, uint64_t source, windows):
+        cdef kvfs_window given[8]
+        cdef size_t count = len(windows), place
+        cdef int rc
+        check_source(source)
+        if count > KVFS_WINDOWS_OF_SOURCE:
+            raise InvalidRequest(f"source {source}: {count} windows: the limit is {KVFS_WINDOWS_OF_SOURCE}")
+        for place in range(count):
+            given[place].holder, given[place].blocks = windows[place]
+            check_source(given[place].holder)
+        kvfs_lock(&self._mutex)
+        rc = kvfs_cluster_set_windows(self._c, source, given, count)
+        kvfs_unlock(&self._mutex)
+        if rc < 0:
+            raise MemoryError
+
     # --- questions ----------------------------------------------------------------------------------------
     cdef int collect_runs(self, const uint8_t *hashes, size_t count, kvfs_runs *runs) noexcept nogil:
         kvfs_lock(&self._mutex)
@@ -236,13 +260,16 @@ cdef class ClusterIndex:
     def match(self, hashes):
         cdef kvfs_depth depths[1024]
         cdef Py_buffer view
-        cdef size_t count = open_hashes(hashes, &view), found
+        cdef size_t count = open_hashes(hashes, &view)
+        cdef int64_t found
         if count <= LONG_HASHES:
             found = match_all(self, <const uint8_t *>view.buf, count, depths)
         else:
             with nogil:
                 found = match_all(self, <const uint8_t *>view.buf, count, depths)
         PyBuffer_Release(&view)
+        if found < 0:
+            raise MemoryError
         return sorted(
             [(depths[place].source, depths[place].blocks) for place in range(found)],
             key=lambda reached: (-reached[1], reached[0]),
@@ -253,6 +280,7 @@ cdef class ClusterIndex:
         cdef uint64_t *room = <uint64_t *>calloc(mask_count + 1, 8 * (KVFS_CLUSTER_MASK_WORDS + 1))
         cdef uint64_t *found = room + mask_count * KVFS_CLUSTER_MASK_WORDS
         cdef Py_buffer view
+        cdef int rc
         if room == NULL:
             raise MemoryError
         try:
@@ -260,11 +288,13 @@ cdef class ClusterIndex:
                 write_mask(masks[place], room + place * KVFS_CLUSTER_MASK_WORDS)
             count = open_hashes(hashes, &view)
             if count <= LONG_HASHES:
-                find_depths(self, <const uint8_t *>view.buf, count, room, mask_count, found)
+                rc = find_depths(self, <const uint8_t *>view.buf, count, room, mask_count, found)
             else:
                 with nogil:
-                    find_depths(self, <const uint8_t *>view.buf, count, room, mask_count, found)
+                    rc = find_depths(self, <const uint8_t *>view.buf, count, room, mask_count, found)
             PyBuffer_Release(&view)
+            if rc < 0:
+                raise MemoryError
             return [found[place] for place in range(mask_count)]
         finally:
             free(room)

@@ -1,7 +1,7 @@
 /* Which sources of a cluster hold which blocks: 25 to 51 bytes for each block.
  *
- * Responsibility: blocks by prefix hash, each with the number of its set (holder_sets.c); walks along a prompt; sources
- * that are cleared at once and swept later.
+ * Responsibility: blocks by prefix hash, each with the number of its set (holder_sets.c); walks along a prompt, and how
+ * far sources with windows count of them (windows_core.c); sources that are cleared at once and swept later.
  *
  * The table is an extendible hash table (Fagin and others, TODS 1979): a directory of segments of 64 KiB by the first
  * bits of a hash. A full segment is split in two, which is the longest that a change ever takes; none moves the whole.
@@ -18,6 +18,7 @@
 #include "index_core.h"
 #include "growth.h"
 #include "segments.h"
+#include "windows_core.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -43,6 +44,7 @@ struct kvfs_cluster {
     uint64_t taken[KVFS_SET_WORDS];    /* columns that are live, or not swept yet */
     uint64_t sweeping[KVFS_SET_WORDS]; /* columns that are free after this pass */
     uint64_t cursor, changes;
+    struct kvfs_windows windows;
 };
 
 /* --- columns ------------------------------------------------------------------------------------------------------ */
@@ -196,6 +198,7 @@ void kvfs_cluster_free(struct kvfs_cluster *c) {
     kvfs_segments_destroy(&c->pool);
     free(c->directory);
     kvfs_sets_destroy(&c->sets);
+    free(c->windows.at);
     free(c);
 }
 
@@ -408,12 +411,18 @@ int kvfs_cluster_runs(const struct kvfs_cluster *c, const uint8_t *hashes, size_
         struct kvfs_run *grown = kvfs_grow(runs->at, &runs->room, runs->count + 1, sizeof *grown);
         if (!grown) return -ENOMEM;
         runs->at = grown;
-        if (!next_run(&walk, &runs->at[runs->count])) return 0;
+        if (!next_run(&walk, &runs->at[runs->count])) break;
     }
+    kvfs_windows_limit(&c->windows, runs);
+    return 0;
 }
 
-size_t kvfs_cluster_match(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count,
-                          struct kvfs_depth depths[KVFS_CLUSTER_SOURCES]) {
+int kvfs_cluster_set_windows(struct kvfs_cluster *c, uint32_t source, const struct kvfs_window *windows, size_t count) {
+    return kvfs_windows_set(&c->windows, source, windows, count);
+}
+
+static size_t match_walk(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count,
+                         struct kvfs_depth depths[KVFS_CLUSTER_SOURCES]) {
     struct walk walk;
     begin_walk(&walk, c, hashes, count);
     uint64_t left[KVFS_SET_WORDS], any = 1;
@@ -433,8 +442,8 @@ size_t kvfs_cluster_match(const struct kvfs_cluster *c, const uint8_t *hashes, s
     return found;
 }
 
-void kvfs_cluster_depths(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, const uint64_t *masks,
-                         size_t mask_count, uint64_t *depths) {
+static void depths_walk(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, const uint64_t *masks,
+                        size_t mask_count, uint64_t *depths) {
     struct walk walk;
     begin_walk(&walk, c, hashes, count);
     uint64_t sources[KVFS_CLUSTER_MASK_WORDS], at = 0;
@@ -452,6 +461,28 @@ void kvfs_cluster_depths(const struct kvfs_cluster *c, const uint8_t *hashes, si
             }
         }
     }
+}
+
+int64_t kvfs_cluster_match(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count,
+                           struct kvfs_depth depths[KVFS_CLUSTER_SOURCES]) {
+    if (!c->windows.count) return (int64_t)match_walk(c, hashes, count, depths);
+    struct kvfs_runs runs = {0};
+    const int rc = kvfs_cluster_runs(c, hashes, count, &runs);
+    const int64_t found = rc < 0 ? rc : (int64_t)kvfs_runs_match(&runs, depths);
+    free(runs.at);
+    return found;
+}
+
+int kvfs_cluster_depths(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, const uint64_t *masks,
+                        size_t mask_count, uint64_t *depths) {
+    struct kvfs_runs runs = {0};
+    int rc = 0;
+    if (!c->windows.count)
+        depths_walk(c, hashes, count, masks, mask_count, depths);
+    else if ((rc = kvfs_cluster_runs(c, hashes, count, &runs)) == 0)
+        kvfs_runs_depths(&runs, masks, mask_count, depths);
+    free(runs.at);
+    return rc;
 }
 
 int kvfs_cluster_holds(const struct kvfs_cluster *c, uint32_t source, const uint8_t *hash) {

@@ -31,6 +31,13 @@ struct kvfs_depth {
     uint32_t source, blocks;
 };
 
+#define KVFS_WINDOWS_OF_SOURCE 8u
+
+/* Blocks beside those of `source`: a prompt goes on from a boundary only where `holder` has the last `blocks` before it. */
+struct kvfs_window {
+    uint32_t source, holder, blocks;
+};
+
 struct kvfs_cluster *kvfs_cluster_new(uint64_t max_blocks, uint64_t seed);
 void kvfs_cluster_free(struct kvfs_cluster *c);
 
@@ -43,14 +50,17 @@ int kvfs_cluster_is_swept(const struct kvfs_cluster *c);
 /* How many sources were cleared whose blocks are not swept yet. */
 uint32_t kvfs_cluster_unswept(const struct kvfs_cluster *c);
 
+/* From here on a source counts as far as its windows go on, KVFS_WINDOWS_OF_SOURCE at most: 0 or -ENOMEM. */
+int kvfs_cluster_set_windows(struct kvfs_cluster *c, uint32_t source, const struct kvfs_window *windows, size_t count);
+
 /* The longest prefix that is held, in runs: 0 or -ENOMEM. */
 int kvfs_cluster_runs(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, struct kvfs_runs *runs);
-/* Writes how far each source gets that holds the first block, the shortest first: how many sources. */
-size_t kvfs_cluster_match(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count,
-                          struct kvfs_depth depths[KVFS_CLUSTER_SOURCES]);
-/* Writes how far the sources of each mask get together; the caller wants `depths` to be zeros. */
-void kvfs_cluster_depths(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, const uint64_t *masks,
-                         size_t mask_count, uint64_t *depths);
+/* Writes how far each source gets that holds the first block: how many sources, or -ENOMEM. */
+int64_t kvfs_cluster_match(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count,
+                           struct kvfs_depth depths[KVFS_CLUSTER_SOURCES]);
+/* Writes how far the sources of each mask get together; the caller wants `depths` to be zeros. 0 or -ENOMEM. */
+int kvfs_cluster_depths(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, const uint64_t *masks,
+                        size_t mask_count, uint64_t *depths);
 int kvfs_cluster_holds(const struct kvfs_cluster *c, uint32_t source, const uint8_t *hash);
 void kvfs_cluster_holders(const struct kvfs_cluster *c, const uint8_t *hash, uint64_t holders[KVFS_CLUSTER_MASK_WORDS]);
 

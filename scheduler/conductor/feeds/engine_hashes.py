@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections import Counter
 
 from kvfs.errors import KvfsError
-from kvfs.events.kv_events import GPU, BlockHash, BlockStored
+from kvfs.events.kv_events import BlockHash, BlockStored
 from kvfs.keys import HASH_BYTES, prefix_hashes
 from kvfs.limits import MAX_ENGINE_BLOCKS
 from kvfs.namespaces import Namespace
+from scheduler.conductor.sources import Place
 
 
 class EngineHashes:
@@ -30,8 +31,8 @@ class EngineHashes:
         self._weights = weights.encode() + b"\0" if weights else None
         self._counts = counts
         self._max_blocks = max_blocks
-        self._keys: dict[str, dict[int, bytes]] = {}
-        """By medium and the last 64 bits of the engine's hash, which is how others ask for it."""
+        self._keys: dict[Place, dict[int, bytes]] = {}
+        """By place and the last 64 bits of the engine's hash, which is how others ask for it."""
 
     def __len__(self) -> int:
         return sum(map(len, self._keys.values()))
@@ -40,8 +41,8 @@ class EngineHashes:
         """Drop all hashes of the stream."""
         self._keys.clear()
 
-    def stored(self, event: BlockStored) -> tuple[bytes, bytes | None]:
-        """Return the keys of stored blocks, none of those without one, and the key before them."""
+    def stored(self, place: Place, event: BlockStored) -> tuple[bytes, bytes | None]:
+        """Return the keys of blocks stored in a place, none of those without one, and the key before them."""
         own, count = event.block_hashes, len(event.block_hashes)
         parent, fault = self._parent(event)
         if not fault and len(own) + len(self) > self._max_blocks:
@@ -58,16 +59,16 @@ class EngineHashes:
             self._counts["engine_blocks_malformed"] += count
             return b"", None
         split = (keys[at : at + HASH_BYTES] for at in range(0, len(keys), HASH_BYTES))
-        self._keys.setdefault(event.medium or GPU, {}).update(zip(map(last_64, own), split, strict=True))
+        self._keys.setdefault(place, {}).update(zip(map(last_64, own), split, strict=True))
         return keys, parent
 
-    def removed(self, medium: str, hashes: list[BlockHash]) -> bytes:
-        """Return the keys of blocks that a medium does not hold any more."""
-        known = self._keys.get(medium, {})
+    def removed(self, place: Place, hashes: list[BlockHash]) -> bytes:
+        """Return the keys of blocks that a place does not hold any more."""
+        known = self._keys.get(place, {})
         return b"".join(known.pop(last_64(each), b"") for each in hashes)
 
     def key_of(self, hash: int) -> bytes | None:
-        """Return the key of a block, on whatever medium it is."""
+        """Return the key of a block, wherever it is."""
         return next((keys[hash] for keys in self._keys.values() if hash in keys), None)
 
     def _parent(self, event: BlockStored) -> tuple[bytes | None, str]:

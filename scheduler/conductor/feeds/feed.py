@@ -7,8 +7,8 @@ Invariants:
 - A batch of a topic without an instance touches nothing but its count.
 - A stream that lost batches is cleared before what comes after the gap. If a kvfs service publishes it, its manifest is
   wanted; an engine has none, so that it is asked for all that it can replay, or its blocks are known from then on.
-- Of an engine whose layers have several caches the blocks of one of full attention count. What its sliding windows or
-  recurrent layers have let go of makes its hits shorter than that.
+- Of an engine whose layers have several caches a prefix counts as far as each kind of layers goes on: those of full
+  attention have all of its blocks, sliding windows the last ones, recurrent layers the state behind it.
 
 Concurrency: one thread; I/O is in `scheduler.conductor.feeds.listener`.
 """
@@ -16,18 +16,14 @@ Concurrency: one thread; I/O is in `scheduler.conductor.feeds.listener`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 from kvfs.events.event_streams import Engine, EventStreams, Missing
-from kvfs.events.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvfs.events.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, layers_of
 from kvfs.keys import HASH_BYTES
+from kvfs.limits import MAX_ENGINE_GROUPS
 from scheduler.conductor.feeds.engine_hashes import EngineHashes
 from scheduler.conductor.registry import Registry
-from scheduler.conductor.sources import Knowledge, Stream, StreamName
-
-_FULL: Final = frozenset(("full_attention", "mla_attention", "sink_full_attention"))
-"""Names of vLLM's KVCacheSpecKind."""
-
+from scheduler.conductor.sources import Knowledge, Place, Stream, StreamName
 
 class Feed:
     """Follow streams for a registry. Implement `Follower` and `Sink`, of sockets and of its own streams."""
@@ -95,6 +91,7 @@ class Feed:
         stream = self._registry.stream(StreamName(engine.topic, engine.rank))
         if stream is not None:
             self._clear(stream, Knowledge.CURRENT)
+            stream.groups.clear()
             stream.began_s = self._clock()
 
     def lost(self, engine: Engine, batches: int) -> None:
@@ -116,42 +113,31 @@ class Feed:
             stream.knowledge = Knowledge.CURRENT
         if isinstance(event, AllBlocksCleared):
             self._clear(stream, Knowledge.CURRENT)
-        elif not self._is_followed(stream, event):
+        elif (place := _place(stream, event)) is None:
             self._registry.counts["other_group_events"] += 1
         elif stream.is_store:
-            self._of_store(stream, event)
+            self._of_store(stream, place, event)
         else:
-            self._of_engine(stream, event)
+            self._of_engine(stream, place, event)
 
-    def _is_followed(self, stream: Stream, event: BlockStored | BlockRemoved) -> bool:
-        """Return whether an event is of the group of layers whose blocks count: one of full attention, which reads all
-        blocks of a prefix; the first group where an engine does not say what it has."""
-        group = event.group_idx or 0
-        if isinstance(event, BlockStored) and event.kv_cache_spec_kind is not None:
-            if event.kv_cache_spec_kind not in _FULL:
-                return False
-            if stream.group is None:
-                stream.group = group
-        return group == (stream.group or 0)
-
-    def _of_store(self, stream: Stream, event: BlockStored | BlockRemoved) -> None:
+    def _of_store(self, stream: Stream, place: Place, event: BlockStored | BlockRemoved) -> None:
         keys = [each for each in event.block_hashes if isinstance(each, bytes) and len(each) == HASH_BYTES]
         self._registry.counts["store_blocks_malformed"] += len(event.block_hashes) - len(keys)
         if isinstance(event, BlockStored):
             before = event.parent_block_hash
             parent = before if isinstance(before, bytes) and len(before) == HASH_BYTES else None
-            self._registry.stored(stream, event.medium or GPU, b"".join(keys), parent)
+            self._registry.stored(stream, place, b"".join(keys), parent)
         else:
-            self._registry.removed(stream, event.medium or GPU, b"".join(keys))
+            self._registry.removed(stream, place, b"".join(keys))
 
-    def _of_engine(self, stream: Stream, event: BlockStored | BlockRemoved) -> None:
-        hashes, medium = self._hashes_of(stream), event.medium or GPU
+    def _of_engine(self, stream: Stream, place: Place, event: BlockStored | BlockRemoved) -> None:
+        hashes = self._hashes_of(stream)
         if isinstance(event, BlockStored):
-            keys, parent = hashes.stored(event)
+            keys, parent = hashes.stored(place, event)
             if keys:
-                self._registry.stored(stream, medium, keys, parent)
+                self._registry.stored(stream, place, keys, parent)
         else:
-            self._registry.removed(stream, medium, hashes.removed(medium, event.block_hashes))
+            self._registry.removed(stream, place, hashes.removed(place, event.block_hashes))
 
     def _hashes_of(self, stream: Stream) -> EngineHashes:
         found = self._hashes.get(stream.name)
@@ -171,3 +157,15 @@ class Feed:
         if hashes is not None:
             hashes.clear()
         self._registry.cleared(stream, knowledge)
+
+
+def _place(stream: Stream, event: BlockStored | BlockRemoved) -> Place | None:
+    """Return where an event's blocks are, as their group of layers has said what it is; None of layers that read nothing
+    before a token, and of all but the first group where an engine does not say what it has."""
+    group = event.group_idx or 0
+    if isinstance(event, BlockStored) and event.kv_cache_spec_kind is not None:
+        layers = layers_of(event)
+        if layers.window_blocks != 0 and (group in stream.groups or len(stream.groups) < MAX_ENGINE_GROUPS):
+            stream.groups[group] = layers.window_blocks or 0
+    window_blocks = stream.groups.get(group, None if group or stream.groups else 0)
+    return None if window_blocks is None else Place(event.medium or GPU, window_blocks)

@@ -22,7 +22,7 @@ from kvfs.limits import (
     MAX_ORDER_BLOCKS,
 )
 from scheduler.conductor.conductor import Conductor
-from scheduler.conductor.sources import StreamName
+from scheduler.conductor.sources import Place, StreamName
 from scheduler.conductor.values import Instance, Routed, RouteRequest
 from scheduler.routing.replication import HALF_LIFE_S
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Clock, asking, conductor, instance, serving
@@ -43,7 +43,7 @@ def node(n: int, **changes: Any) -> Instance:
 def holds(made: Conductor, n: int, hashes: list[bytes]) -> None:
     stream = made.registry.stream(StreamName(f"node-{n}", 0))
     assert stream is not None
-    made.registry.stored(stream, CPU, b"".join(hashes), None)
+    made.registry.stored(stream, Place(CPU), b"".join(hashes), None)
 
 
 def ask(made: Conductor, hashes: list[bytes], *, exclude: tuple[str, ...] = ()) -> None:
@@ -197,7 +197,7 @@ def test_a_copy_that_is_wanted_or_the_last_one_stays() -> None:
         assert "cooled" not in sweep(made, clock)
     first = made.registry.stream(StreamName("node-0", 0))
     assert first is not None
-    made.registry.removed(first, CPU, b"".join(SYSTEM))
+    made.registry.removed(first, Place(CPU), b"".join(SYSTEM))
     clock.now_s += 10 * HALF_LIFE_S
     assert "cooled" not in sweep(made, clock)
     holds(made, 0, SYSTEM)

@@ -11,7 +11,7 @@ from kvfs.errors import Exists, InvalidRequest, LimitExceeded, NotFound
 from kvfs.events.kv_events import CPU, GPU, STORAGE
 from kvfs.keys import prefix_hashes
 from scheduler.conductor.conductor import DEGRADED, WITHOUT_TOKENS
-from scheduler.conductor.sources import Knowledge, StreamName
+from scheduler.conductor.sources import Knowledge, Place, StreamName
 from scheduler.conductor.values import EngineMetrics, Refused, Routed, RouteRequest, Usage
 from tests.support.conductors import (
     BLOCK_TOKENS,
@@ -271,7 +271,7 @@ def test_what_was_announced_is_expected_no_more_so_that_its_removal_counts_at_on
     made.done(found.id)
     stream = made.registry.stream(StreamName("engine-a", 0))
     assert stream is not None
-    made.registry.removed(stream, GPU, hashes[-32:])
+    made.registry.removed(stream, Place(GPU), hashes[-32:])
     assert made.match(RouteRequest(model="m", tokens=prompt)) == {"a": 1568, "b": 0}
     assert routed(made, prompt).cached_tokens == 1568
 

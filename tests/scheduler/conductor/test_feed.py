@@ -29,7 +29,7 @@ from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.feeds.engine_hashes import EngineHashes
 from scheduler.conductor.feeds.feed import Feed
 from scheduler.conductor.feeds.probes import parse_metrics
-from scheduler.conductor.sources import StreamName
+from scheduler.conductor.sources import Place, StreamName
 from scheduler.conductor.values import EngineMetrics, Routed, RouteRequest
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Clock, conductor, instance
 
@@ -114,21 +114,6 @@ def test_what_has_no_key_is_counted_and_is_a_miss(event: BlockStored, count: str
     assert stand.conductor.counts[count] > 0
 
 
-def test_blocks_of_full_attention_count_in_whatever_group_they_are() -> None:
-    stand = Stand()
-    events: list[KVEvent] = [
-        stored([1, 2, 3], PROMPT[:48], group_idx=0, kv_cache_spec_kind="sliding_window"),
-        stored([1, 2], PROMPT[:32], group_idx=2, kv_cache_spec_kind="full_attention"),
-        stored([1, 2, 3], PROMPT[:48], group_idx=3, kv_cache_spec_kind="full_attention"),
-        BlockRemoved([1, 2, 3], GPU, group_idx=0),
-    ]
-    stand.feed.receive(message("engine-a", 0, *events))
-    assert stand.held(PROMPT) == 2
-    assert stand.conductor.counts["other_group_events"] == 3
-    stand.feed.receive(message("engine-a", 1, BlockRemoved([2], GPU, group_idx=2)))
-    assert stand.held(PROMPT) == 1
-
-
 def test_extra_keys_that_say_nothing_do_not_matter() -> None:
     stand = Stand()
     stand.feed.receive(message("engine-a", 0, stored([1, 2], PROMPT[:32], extra_keys=[None, None])))
@@ -138,11 +123,11 @@ def test_extra_keys_that_say_nothing_do_not_matter() -> None:
 def test_weights_begin_the_chain_of_an_engine() -> None:
     counts: Counter[str] = Counter()
     hashes = EngineHashes(NAMESPACE, "w", counts, max_blocks=3)
-    keys, parent = hashes.stored(stored([1, 2], PROMPT[:32]))
+    keys, parent = hashes.stored(Place(GPU), stored([1, 2], PROMPT[:32]))
     assert (keys, parent) == (prefix_hashes(NAMESPACE, PROMPT[:32], extra=[b"w\0", None]), None)
-    assert hashes.stored(stored([3, 4], PROMPT[32:64], parent=2)) == (b"", None)
+    assert hashes.stored(Place(GPU), stored([3, 4], PROMPT[32:64], parent=2)) == (b"", None)
     assert counts == {"engine_blocks_over_limit": 2}
-    assert hashes.stored(stored([3], PROMPT[32:48], parent=2))[1] == keys[16:]
+    assert hashes.stored(Place(GPU), stored([3], PROMPT[32:48], parent=2))[1] == keys[16:]
 
 
 def test_a_store_s_hashes_are_taken_as_they_are() -> None:

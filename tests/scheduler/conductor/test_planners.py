@@ -17,7 +17,7 @@ from scheduler.conductor import pool
 from scheduler.conductor.conductor import DEGRADED, Conductor
 from scheduler.conductor.planning.native_planner import NativePlanner
 from scheduler.conductor.planning.python_planner import PythonPlanner
-from scheduler.conductor.sources import Knowledge, StreamName
+from scheduler.conductor.sources import Knowledge, Place, StreamName
 from scheduler.conductor.values import EngineMetrics, Instance, Refused, Routed, RouteRequest, Usage
 from scheduler.routing.queues import Discipline
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Clock, conductor, instance
@@ -57,9 +57,9 @@ class Twins:
                 return
             stream.knowledge = Knowledge.CURRENT
             if removed:
-                made.registry.removed(stream, medium, hashes)
+                made.registry.removed(stream, Place(medium), hashes)
             else:
-                made.registry.stored(stream, medium, hashes, None)
+                made.registry.stored(stream, Place(medium), hashes, None)
 
         self.both(tell)
 

@@ -10,7 +10,7 @@ from kvfs._native.cluster.index import SPARE_SOURCES, ClusterIndex
 from kvfs.events.kv_events import GPU
 from kvfs.keys import prefix_hashes
 from scheduler.conductor.conductor import Conductor
-from scheduler.conductor.sources import Knowledge, Sources, Stream, StreamName
+from scheduler.conductor.sources import Knowledge, Place, Sources, Stream, StreamName
 from scheduler.conductor.values import RouteRequest
 from tests.support.conductors import NAMESPACE, Clock, conductor, instance
 
@@ -48,7 +48,7 @@ def test_all_streams_may_be_cleared_and_come_again_before_anything_is_swept() ->
         for name in names:
             stream = made.registry.stream(StreamName(f"engine-{name}", 0))
             assert stream is not None
-            made.registry.stored(stream, GPU, hashes, None)
+            made.registry.stored(stream, Place(GPU), hashes, None)
         assert held(made, prompt) == {640}
         for stream in made.registry.streams():
             made.registry.cleared(stream, Knowledge.UNKNOWN)
@@ -67,6 +67,6 @@ def test_blocks_of_a_source_that_no_number_is_left_for_are_counted(monkeypatch: 
     for name in "ab":
         stream = made.registry.stream(StreamName(f"engine-{name}", 0))
         assert stream is not None
-        made.registry.stored(stream, GPU, hashes, None)
+        made.registry.stored(stream, Place(GPU), hashes, None)
     assert made.counts["over_limit"] == 40
     assert made.match(RouteRequest(model="m", tokens=prompt)) == {"a": 640, "b": 0}

@@ -1,0 +1,125 @@
+"""Engines whose layers have several caches, as the Conductor's index has them: a prefix counts as far as each of them goes
+on, against a plain model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvfs import limits
+from kvfs.events.kv_events import CPU, GPU, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
+from scheduler.conductor.values import Routed, RouteRequest
+from tests.scheduler.conductor.test_feed import Stand, message, stored
+from tests.sessions.test_engine_groups import KINDS, reads
+from tests.support.conductors import BLOCK_TOKENS
+
+BLOCKS = 10
+PROMPT = list(range(500, 500 + BLOCKS * BLOCK_TOKENS))
+FULL, WINDOW, STATE, ALSO_FULL = range(4)
+"""What `KINDS` of groups there are, by number; the window is of three blocks."""
+
+
+def of_group(group: int, first: int = 0, last: int = BLOCKS, **values: Any) -> BlockStored:
+    """Return the event that an engine says of blocks of the prompt, whose hashes are 1, 2 and so on."""
+    kind, window = KINDS[group]
+    given = {"group_idx": group, "kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window, **values}
+    tokens = PROMPT[first * BLOCK_TOKENS : last * BLOCK_TOKENS]
+    return stored([*range(first + 1, last + 1)], tokens, parent=first or None, **given)
+
+
+def removed(group: int, blocks: set[int], medium: str = GPU) -> BlockRemoved:
+    hashes: list[BlockHash] = [block + 1 for block in sorted(blocks)]
+    return BlockRemoved(hashes, medium, group_idx=group)
+
+
+def stand_of(*events: KVEvent) -> Stand:
+    stand = Stand()
+    stand.feed.receive(message("engine-a", 0, *events))
+    return stand
+
+
+@given(
+    st.lists(st.sets(st.integers(0, BLOCKS - 1)), min_size=4, max_size=4),
+    st.permutations(range(4)),
+    st.integers(1, 4),
+)
+def test_a_prefix_is_as_long_as_each_group_has_what_its_layers_read(
+    held: list[set[int]], order: list[int], count: int
+) -> None:
+    groups = order[:count]
+    events = [of_group(group) for group in groups]
+    gone = [removed(group, set(range(BLOCKS)) - held[group]) for group in groups]
+    lengths = [n for n in range(BLOCKS + 1) if all(reads(group, n) <= held[group] for group in groups)]
+    has_full = FULL in groups or ALSO_FULL in groups
+    assert stand_of(*events, *gone).held(PROMPT) == (max(lengths) if has_full else 0)
+
+
+def test_a_block_that_comes_back_to_its_window_counts_again() -> None:
+    stand = stand_of(of_group(FULL), of_group(WINDOW), removed(WINDOW, {1, 5}))
+    assert stand.held(PROMPT) == BLOCKS
+    stand.feed.receive(message("engine-a", 1, removed(WINDOW, {8})))
+    assert stand.held(PROMPT) == 5
+    stand.feed.receive(message("engine-a", 2, of_group(WINDOW, 8, 9)))
+    assert stand.held(PROMPT) == BLOCKS
+
+
+def test_a_window_goes_on_from_a_block_that_full_attention_alone_has_and_says_later() -> None:
+    """Of what a connector has loaded, layers with a window have the end; groups are said in the order of their numbers."""
+    stand = stand_of(of_group(WINDOW, 7), of_group(STATE, 9), of_group(FULL))
+    assert stand.held(PROMPT) == BLOCKS
+    assert stand.conductor.counts["engine_blocks_without_parent"] == 0
+
+
+def test_caches_that_begin_anew_have_no_windows_of_before() -> None:
+    stand = stand_of(of_group(FULL), of_group(WINDOW), AllBlocksCleared(), of_group(FULL))
+    assert stand.held(PROMPT) == BLOCKS, "no window was said since"
+    stand.feed.receive(message("engine-a", 0, stored([*range(1, 4)], PROMPT[:48])))
+    assert stand.held(PROMPT) == 3, "it started anew, with layers of one kind"
+
+
+def test_a_window_counts_in_its_own_medium() -> None:
+    stand = stand_of(of_group(FULL), of_group(WINDOW, 0, 4), of_group(FULL, 0, 6, medium=CPU))
+    assert stand.held(PROMPT) == 6
+    stand.feed.receive(message("engine-a", 1, of_group(WINDOW, 0, 5, medium=CPU)))
+    assert stand.held(PROMPT) == 5
+
+
+def test_layers_that_read_nothing_before_a_token_limit_nothing() -> None:
+    stand = stand_of(of_group(FULL), of_group(WINDOW, 0, 1, kv_cache_spec_sliding_window=1))
+    assert stand.held(PROMPT) == BLOCKS
+    assert stand.conductor.counts["other_group_events"] == 1
+
+
+def test_a_prompt_goes_where_its_window_is_still_there() -> None:
+    stand = stand_of(of_group(FULL), of_group(WINDOW))
+    stand.feed.receive(message("engine-b", 0, of_group(FULL, 0, 8), of_group(WINDOW, 0, 8)))
+
+    def place() -> tuple[str, int]:
+        routed = stand.conductor.route(RouteRequest(model="m", tokens=[*PROMPT, 1]))
+        assert isinstance(routed, Routed)
+        stand.conductor.cancel(routed.id)
+        return routed.decode, routed.cached_tokens
+
+    assert place() == ("a", BLOCKS * BLOCK_TOKENS)
+    stand.feed.receive(message("engine-a", 1, removed(WINDOW, {6, 8})))
+    assert place() == ("b", 8 * BLOCK_TOKENS)
+
+
+def test_an_instance_that_goes_takes_its_windows_along() -> None:
+    stand = stand_of(of_group(FULL), of_group(WINDOW), of_group(STATE))
+    registry = stand.conductor.registry
+    free = len(registry._sources._free)
+    registry.remove("a")
+    assert len(registry._sources._free) == free + 4  # and what it was expected to have
+    registry.sweep()
+    stand.feed.receive(message("engine-b", 0, of_group(FULL)))
+    assert stand.held(PROMPT, "b") == BLOCKS
+
+
+@pytest.mark.parametrize("groups", [limits.MAX_ENGINE_GROUPS + 1])
+def test_groups_without_number_are_bounded(groups: int) -> None:
+    stand = stand_of(*(of_group(FULL, group_idx=group) for group in range(groups)))
+    assert stand.conductor.counts["other_group_events"] == 1
