@@ -38,7 +38,8 @@ class _Held:
     """What an engine has in one place."""
 
     group: Group
-    blocks: set[BlockHash] = field(default_factory=set)
+    copies: dict[BlockHash, int] = field(default_factory=dict)
+    """vLLM, which says what its groups are, computes blocks that it has, where a window or a state before them is gone."""
 
 
 class EngineIndex:
@@ -67,7 +68,7 @@ class EngineIndex:
         groups = [held for (where, _), held in self._places.get(engine, {}).items() if where == medium]
 
         def present(group: int, first: int, last: int) -> list[bool]:
-            return [block in groups[group].blocks for block in blocks[first:last]]
+            return [block in groups[group].copies for block in blocks[first:last]]
 
         if not groups:
             return 0
@@ -89,7 +90,7 @@ class EngineIndex:
 
     def _holds(self, engine: Engine, block: BlockHash, medium: str) -> bool:
         places = self._places.get(engine, {})
-        return any(block in held.blocks for (where, _), held in places.items() if where == medium)
+        return any(block in held.copies for (where, _), held in places.items() if where == medium)
 
     # --- what comes in ------------------------------------------------------------------------------------
     def receive(self, frames: list[bytes]) -> Missing | None:
@@ -120,8 +121,10 @@ class EngineIndex:
             self._store(self._places[engine], event)
         else:
             held = self._places[engine].get(_place(event))
-            if held is not None:
-                held.blocks.difference_update(event.block_hashes)
+            for block in event.block_hashes if held is not None else ():
+                left = held.copies.pop(block, 0) - 1
+                if left > 0:
+                    held.copies[block] = left
 
     def _store(self, places: dict[Place, _Held], event: BlockStored) -> None:
         room = self._max_blocks - _count(places)
@@ -129,11 +132,13 @@ class EngineIndex:
         if blocks := event.block_hashes[: max(room, 0)]:
             held = places.setdefault(_place(event), _Held(Group()))
             held.group = layers_of(event)
-            held.blocks.update(blocks)
+            for block in blocks:
+                copied = event.kv_cache_spec_kind is not None
+                held.copies[block] = 1 + (held.copies.get(block, 0) if copied else 0)
 
 
 def _count(places: dict[Place, _Held]) -> int:
-    return sum(len(held.blocks) for held in places.values())
+    return sum(len(held.copies) for held in places.values())
 
 
 def _place(event: BlockStored | BlockRemoved) -> Place:

@@ -70,6 +70,17 @@ def test_groups_of_another_medium_are_not_asked() -> None:
     assert index.match(ENGINE, [1, 2], CPU) == 2, "a state is of all tokens before it"
 
 
+def test_a_block_of_two_copies_is_there_until_both_are_gone() -> None:
+    events: list[KVEvent] = [stored(0, [1, 2]), stored(0, [2]), BlockRemoved([1, 2], GPU, group_idx=0)]
+    assert index_of(*events).holders(2) == [ENGINE]
+    assert index_of(*events, BlockRemoved([2], GPU, group_idx=0)).holders(2) == []
+
+
+def test_a_block_that_is_said_again_by_an_engine_without_groups_is_no_copy() -> None:
+    again = BlockStored([1], None, [], BLOCK, None, GPU, None)
+    assert index_of(again, again, BlockRemoved([1], GPU)).holders(1) == []
+
+
 @pytest.mark.parametrize("kind", [None, "unknown", "a kind of a later release"])
 def test_a_group_that_does_not_say_what_it_is_reads_all_blocks(kind: str | None) -> None:
     event = BlockStored([2], None, [], BLOCK, None, GPU, None, kv_cache_spec_kind=kind)

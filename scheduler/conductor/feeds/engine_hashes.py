@@ -1,10 +1,14 @@
 """An engine's own block hashes, and the prefix hashes that they stand for.
 
 Responsibility: hash the tokens of an engine's events anew into its pool's keys, and find those again when the engine
-says its own hash only. The engine's hashes are not remade: how it makes them differs between releases and settings.
+says its own hash only; count the copies of a block. The engine's hashes are not remade: how it makes them differs
+between releases and settings.
 
-Invariants: a block whose key depends on more than tokens and weights (an adapter, an image, a salt), or whose parent is
-unknown, has no key here; it and what follows it are counted, and are misses. At most `max_blocks` are remembered.
+Invariants:
+- A block whose key depends on more than tokens and weights (an adapter, an image, a salt), or whose parent is unknown, has
+  no key here; it and what follows it are counted, and are misses. At most `max_blocks` are remembered.
+- A place has a block while all groups of layers that are there have it. vLLM, which says what its groups are, computes
+  blocks that it has, where a window or a state before them is gone, and says of each copy that it comes and goes.
 
 Concurrency: one thread.
 """
@@ -14,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvfs.errors import KvfsError
-from kvfs.events.kv_events import BlockHash, BlockStored
+from kvfs.events.kv_events import BlockHash, BlockRemoved, BlockStored
 from kvfs.keys import HASH_BYTES, prefix_hashes
 from kvfs.limits import MAX_ENGINE_BLOCKS
 from kvfs.namespaces import Namespace
@@ -31,25 +35,34 @@ class EngineHashes:
         self._weights = weights.encode() + b"\0" if weights else None
         self._counts = counts
         self._max_blocks = max_blocks
-        self._keys: dict[Place, dict[int, bytes]] = {}
-        """By place and the last 64 bits of the engine's hash, which is how others ask for it."""
+        self._keys: dict[int, bytes] = {}
+        """By the last 64 bits of the engine's hash, which is how others ask for it."""
+        self._copies: dict[Place, dict[int | None, dict[int, int]]] = {}
+        """By place and group of layers, of each hash."""
 
     def __len__(self) -> int:
-        return sum(map(len, self._keys.values()))
+        return sum(len(copies) for groups in self._copies.values() for copies in groups.values())
 
     def clear(self) -> None:
         """Drop all hashes of the stream."""
         self._keys.clear()
+        self._copies.clear()
 
     def stored(self, place: Place, event: BlockStored) -> tuple[bytes, bytes | None]:
         """Return the keys of blocks stored in a place, none of those without one, and the key before them."""
-        own, count = event.block_hashes, len(event.block_hashes)
+        own, count = [last_64(each) for each in event.block_hashes], len(event.block_hashes)
         parent, fault = self._parent(event)
-        if not fault and len(own) + len(self) > self._max_blocks:
+        if not fault and count + len(self) > self._max_blocks:
             fault = "engine_blocks_over_limit"
         if fault:
             self._counts[fault] += count
             return b"", None
+        if place.window_blocks:
+            # Of a stretch of tokens windows and recurrent layers keep some blocks, which nothing but hashes tells: those
+            # of full attention have come with their tokens before.
+            known = [hash for hash in own if hash in self._keys]
+            self._counts["engine_blocks_malformed"] += count - len(known)
+            return self._put(place, event, known), None
         first = [self._weights, *[None] * (count - 1)] if parent is None and self._weights and count else None
         try:
             keys = prefix_hashes(self._namespace, event.token_ids, parent=parent, extra=first)
@@ -59,17 +72,36 @@ class EngineHashes:
             self._counts["engine_blocks_malformed"] += count
             return b"", None
         split = (keys[at : at + HASH_BYTES] for at in range(0, len(keys), HASH_BYTES))
-        self._keys.setdefault(place, {}).update(zip(map(last_64, own), split, strict=True))
-        return keys, parent
+        self._keys.update(zip(own, split, strict=True))
+        return self._put(place, event, own), parent
 
-    def removed(self, place: Place, hashes: list[BlockHash]) -> bytes:
-        """Return the keys of blocks that a place does not hold any more."""
-        known = self._keys.get(place, {})
-        return b"".join(known.pop(last_64(each), b"") for each in hashes)
+    def _put(self, place: Place, event: BlockStored, hashes: list[int]) -> bytes:
+        """Count blocks of known keys in, and return the keys of those that the place now has."""
+        groups = self._copies.setdefault(place, {})
+        copies = groups.setdefault(event.group_idx, {})
+        for hash in hashes:
+            copies[hash] = 1 + (copies.get(hash, 0) if event.kv_cache_spec_kind is not None else 0)
+        return b"".join(self._keys[hash] for hash in hashes if all(hash in each for each in groups.values()))
+
+    def removed(self, place: Place, event: BlockRemoved) -> bytes:
+        """Return the keys of blocks that a place does not have any more."""
+        copies, gone = self._copies.get(place, {}).get(event.group_idx, {}), []
+        for hash in map(last_64, event.block_hashes):
+            left = copies.pop(hash, 0) - 1
+            if left > 0:
+                copies[hash] = left
+            elif left == 0:
+                gone.append(self._keys[hash])
+                if not self._has(hash):
+                    del self._keys[hash]
+        return b"".join(gone)
+
+    def _has(self, hash: int) -> bool:
+        return any(hash in copies for groups in self._copies.values() for copies in groups.values())
 
     def key_of(self, hash: int) -> bytes | None:
         """Return the key of a block, wherever it is."""
-        return next((keys[hash] for keys in self._keys.values() if hash in keys), None)
+        return self._keys.get(hash)
 
     def _parent(self, event: BlockStored) -> tuple[bytes | None, str]:
         """Return the key of the block before the first, and why there is none of these."""

@@ -137,7 +137,7 @@ class Feed:
             if keys:
                 self._registry.stored(stream, place, keys, parent)
         else:
-            self._registry.removed(stream, place, hashes.removed(place, event.block_hashes))
+            self._registry.removed(stream, place, hashes.removed(place, event))
 
     def _hashes_of(self, stream: Stream) -> EngineHashes:
         found = self._hashes.get(stream.name)

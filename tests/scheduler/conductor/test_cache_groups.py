@@ -66,6 +66,25 @@ def test_a_block_that_comes_back_to_its_window_counts_again() -> None:
     assert stand.held(PROMPT) == BLOCKS
 
 
+def test_a_block_of_two_copies_is_there_until_both_are_gone() -> None:
+    """vLLM computes blocks of full attention that it has, where the window before them is gone."""
+    stand = stand_of(of_group(FULL), of_group(WINDOW), of_group(FULL, 4), removed(FULL, {5}))
+    assert stand.held(PROMPT) == BLOCKS
+    stand.feed.receive(message("engine-a", 1, removed(FULL, {5})))
+    assert stand.held(PROMPT) == 5
+
+
+def test_groups_with_the_same_window_all_have_what_counts() -> None:
+    alike = {"kv_cache_spec_kind": KINDS[WINDOW][0], "kv_cache_spec_sliding_window": KINDS[WINDOW][1]}
+    events = [of_group(FULL), of_group(WINDOW), of_group(WINDOW, group_idx=7, **alike)]
+    stand = stand_of(*events, removed(7, {8}))
+    assert stand.held(PROMPT) == 8
+    stand.feed.receive(message("engine-a", 1, removed(WINDOW, {8}), of_group(WINDOW, 8, 9)))
+    assert stand.held(PROMPT) == 8, "the other one has it not"
+    stand.feed.receive(message("engine-a", 2, of_group(WINDOW, 8, 9, group_idx=7, **alike)))
+    assert stand.held(PROMPT) == BLOCKS
+
+
 def test_a_window_goes_on_from_a_block_that_full_attention_alone_has_and_says_later() -> None:
     """Of what a connector has loaded, layers with a window have the end; groups are said in the order of their numbers."""
     stand = stand_of(of_group(WINDOW, 7), of_group(STATE, 9), of_group(FULL))

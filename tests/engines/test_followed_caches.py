@@ -1,0 +1,117 @@
+"""A Conductor that follows the events of real engines whose layers have several caches: of each prompt it says, before
+it is asked, as many cached tokens as the engine then finds.
+
+The engines have caches so small that prompts take each other's blocks away, of windows and states before those of full
+attention. No store is below them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from kvfs.namespaces import Namespace
+from tests.engines import tiny_gemma, tiny_lfm2
+from tests.engines.engine import BLOCK_TOKENS, Engine, Engines
+from tests.engines.test_vllm_events import free_port
+from tests.scheduler.proxy.test_conductor_routes import process
+from tests.support.waits import eventually
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+NAMESPACE: Final = Namespace.of_one_device(
+    model="m", revision="1", dtype="float32", layout="LKTHD", block_tokens=BLOCK_TOKENS
+)
+FAMILIES: Final[dict[str, tuple[Any, dict[str, Any]]]] = {
+    "windows": (tiny_gemma, {}),
+    "states": (tiny_lfm2, {"native_layers": True, "retained_tokens": 96}),
+}
+CACHE_BLOCKS: Final = 160
+"""Of each layer's share: two or three of the prompts."""
+
+
+class Follower:
+    """A Conductor's door, and the events that its engine is told to publish to it."""
+
+    def __init__(self, url: str, events: dict[str, Any]) -> None:
+        self._url, self.events = url, events
+
+    def held(self, prompt: list[int]) -> int:
+        """Return how many tokens of a prompt the engine is known to go on from."""
+        body = json.dumps({"model": "m", "tokens": prompt}).encode()
+        with urllib.request.urlopen(f"{self._url}/v1/match", body, timeout=60) as answer:
+            return int(json.load(answer)["instances"]["engine"])
+
+
+@pytest.fixture
+def follower(tmp_path: Path) -> Iterator[Follower]:
+    events, replay = f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
+    instance = {
+        "name": "engine",
+        "url": "http://127.0.0.1:1",
+        "model": "m",
+        "routable": False,
+        "namespace": NAMESPACE.as_mapping(),
+        "engine_topic": "engine",
+        "engine_replay": replay,
+    }
+    (tmp_path / "instances.json").write_text(json.dumps([instance]))
+    given = ("conductor", "run", "--listen", "127.0.0.1:0", "--events", events)
+    with process(*given, "--instances", str(tmp_path / "instances.json"), lines=3, log=tmp_path / "log") as (
+        _,
+        address,
+    ):
+        settings = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": "engine", "endpoint": events}
+        yield Follower(address, {**settings, "replay_endpoint": replay})
+
+
+@pytest.fixture(params=FAMILIES)
+def engine(request: pytest.FixtureRequest, engine_python: str, work: Path, follower: Follower) -> Iterator[Engine]:
+    family, settings = FAMILIES[request.param]
+    directory = work / f"followed-{request.param}"
+    family.write_model(directory / "model")
+    started = Engines(engine_python, directory).start(
+        "followed",
+        None,
+        prefix_caching=True,
+        batched_tokens=96,
+        model_tokens=2048,
+        cache_blocks=CACHE_BLOCKS,
+        events=follower.events,
+        **settings,
+    )
+    with started as engine:
+        yield engine
+
+
+def prompts(count: int) -> Iterator[list[int]]:
+    """Yield chats and branches of three roots, each of whole blocks and a part."""
+    rng = random.Random(17)
+    vocabulary = min(tiny_gemma.VOCABULARY, tiny_lfm2.VOCABULARY)
+    roots = [[rng.randrange(2, vocabulary) for _ in range(1200)] for _ in range(3)]
+    for number in range(count):
+        root = roots[number % 2 if number % 5 else 2]
+        shared = rng.randrange(64, len(root))
+        tail = [rng.randrange(2, vocabulary) for _ in range(rng.randrange(1, 200))]
+        prompt = root[:shared] + tail
+        yield prompt if len(prompt) % BLOCK_TOKENS else prompt[:-1]
+
+
+def test_what_is_predicted_is_what_the_engine_finds(follower: Follower, engine: Engine) -> None:
+    found = []
+    for number, prompt in enumerate(prompts(60)):
+        predicted = follower.held(prompt)
+        found.append((predicted, engine.generate({"prompt": prompt}, max_tokens=1).cached("prompt")))
+        last = [number + 2] * (BLOCK_TOKENS + 1)  # what it says of this one comes behind all that it said before
+        engine.generate({"last": last}, max_tokens=1)
+        eventually(
+            lambda last=last: follower.held(last) == BLOCK_TOKENS, f"it says what it has: {number}, {found}"
+        )
+    assert [predicted for predicted, _ in found] == [cached for _, cached in found]
+    assert 10 < sum(cached > 0 for _, cached in found) < 55, found
