@@ -72,7 +72,9 @@ def follower(tmp_path: Path) -> Iterator[Follower]:
 
 
 @pytest.fixture(params=FAMILIES)
-def engine(request: pytest.FixtureRequest, engine_python: str, work: Path, follower: Follower) -> Iterator[Engine]:
+def engine(
+    request: pytest.FixtureRequest, engine_python: str, work: Path, follower: Follower
+) -> Iterator[Engine]:
     family, settings = FAMILIES[request.param]
     directory = work / f"followed-{request.param}"
     family.write_model(directory / "model")
@@ -108,7 +110,9 @@ def test_what_is_predicted_is_what_the_engine_finds(follower: Follower, engine: 
     for number, prompt in enumerate(prompts(60)):
         predicted = follower.held(prompt)
         found.append((predicted, engine.generate({"prompt": prompt}, max_tokens=1).cached("prompt")))
-        last = [number + 2] * (BLOCK_TOKENS + 1)  # what it says of this one comes behind all that it said before
+        last = [number + 2] * (
+            BLOCK_TOKENS + 1
+        )  # what it says of this one comes behind all that it said before
         engine.generate({"last": last}, max_tokens=1)
         eventually(
             lambda last=last: follower.held(last) == BLOCK_TOKENS, f"it says what it has: {number}, {found}"

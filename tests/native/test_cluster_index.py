@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import groupby, takewhile
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -69,7 +69,7 @@ class Model:
         held = list(takewhile(bool, (self.holders.get(key, set()) for key in hashes)))
 
         def goes_on(source: int, windows: list[tuple[int, int]], end: int) -> bool:
-            return source in held[end - 1] and all(
+            return all(source in each for each in held[:end]) and all(
                 holder in each for holder, count in windows for each in held[max(end - count, 0) : end]
             )
 
@@ -78,17 +78,15 @@ class Model:
             for source, windows in self.windows.items()
         }
         beside = {holder for windows in self.windows.values() for holder, _ in windows}
-        found = [
-            {each for each in some if n < ends.get(each, n + 1)} - beside for n, some in enumerate(held)
-        ]
+        found = [{each for each in some if n < ends.get(each, n + 1)} - beside for n, some in enumerate(held)]
         return list(takewhile(bool, found))
 
     def runs(self, hashes: list[bytes]) -> tuple[tuple[int, int, int | None], ...]:
         states = [(mask(some), self.producers.get(hashes[n])) for n, some in enumerate(self.usable(hashes))]
         return tuple((holders, len(list(run)), producer) for (holders, producer), run in groupby(states))
 
-    def match(self, hashes: list[bytes]) -> list[tuple[int, int]]:
-        depths = {source: depth(self, hashes, {source}) for source in SOURCES}
+    def match(self, hashes: list[bytes], among: Iterable[int] = SOURCES) -> list[tuple[int, int]]:
+        depths = {source: depth(self, hashes, {source}) for source in among}
         return sorted(((s, d) for s, d in depths.items() if d), key=lambda found: (-found[1], found[0]))
 
 
@@ -250,6 +248,28 @@ def test_sources_that_are_cleared_and_not_swept_are_counted() -> None:
     while index.sweep():
         pass
     assert index.unswept_sources == 0
+
+
+@given(
+    st.lists(st.sets(st.integers(0, 11), max_size=4), min_size=4, max_size=4),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), max_size=3),
+)
+def test_a_source_counts_as_far_as_its_windows_go_on(
+    lost: list[set[int]], beside: list[tuple[int, int]]
+) -> None:
+    index, model, hashes = ClusterIndex(100), Model(), HEAP[:12]
+    for source, gone in enumerate(lost):
+        held = [key for n, key in enumerate(hashes) if n not in gone]
+        index.add(source, b"".join(held))
+        model.add(source, held)
+    index.set_windows(0, beside)
+    model.windows = {0: beside} if beside else {}
+    packed = b"".join(hashes)
+    assert index.runs(packed) == model.runs(hashes)
+    assert index.match(packed) == model.match(hashes, range(4))
+    assert index.depths(packed, [1, 6, 15]) == [
+        depth(model, hashes, group) for group in ({0}, {1, 2}, {0, 1, 2, 3})
+    ]
 
 
 def test_a_prompt_goes_on_from_where_windows_and_states_are_there() -> None:

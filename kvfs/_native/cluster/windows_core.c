@@ -1,7 +1,7 @@
 /* Sources that can be used only as far as what lies beside them goes on: a cache's blocks of full attention, beside which
  * layers with sliding windows and recurrent layers have blocks of their own, each kind in a source of its own.
  *
- * A prompt goes on from a boundary if the source itself has the blocks before it and each of its windows has the last
+ * A prompt goes on from a boundary if the source itself has all blocks before it and each of its windows has the last
  * `blocks` of them, or all where there are fewer. Who has them at one place of a run, and not at its end, does not have
  * them since long enough: so it is the ends of runs that are looked at.
  *
@@ -39,10 +39,10 @@ static size_t usable_runs(const struct kvfs_window *windows, size_t count, const
     uint64_t since[KVFS_WINDOWS_OF_SOURCE] = {0}; /* from which block on each window has all */
     uint64_t end = 0;
     size_t usable = 0;
-    for (size_t i = 0; i < runs->count; i++) {
+    for (size_t i = 0; i < runs->count && has_source(runs->at[i].holders, windows->source); i++) {
         const struct kvfs_run *run = &runs->at[i];
         const uint64_t first = end;
-        int goes_on = has_source(run->holders, windows->source);
+        int goes_on = 1;
         end += run->blocks;
         for (size_t k = 0; k < count; k++) {
             if (!has_source(run->holders, windows[k].holder))
