@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import msgspec
 import pytest
@@ -21,8 +21,10 @@ from scheduler.conductor.values import RouteRequest, Usage
 from scheduler.proxy.routers.fallback import RouterDown
 from scheduler.proxy.routers.remote_router import RemoteRouter
 from scheduler.proxy.upstream.engines import Engines
+from tests.support.asked_engines import AskedEngine, info, models
 from tests.support.conductors import Clock, conductor, instance, serving
 from tests.support.forked import Forked
+from tests.support.held_ports import HeldPort
 from tests.support.service import ROOT, running_kvfs
 from tests.support.stub_engines import Asker, Stand, StubEngine, proxy_stand
 from tests.support.waits import WAIT_S, until
@@ -380,3 +382,39 @@ async def test_a_proxy_with_instances_routes_by_a_conductor_in_its_process(
             child.send_signal(signal.SIGTERM)
             assert child.wait(WAIT_S) == 0
     assert len((tmp_path / "proxy.log").read_text()) < 4096
+
+
+async def test_a_file_alone_starts_a_proxy_that_routes_by_what_its_engines_say(tmp_path: Path) -> None:
+    """There is no flag but `--config`; the Conductor's own door has the engines as they said that they are."""
+    one = AskedEngine()
+    other = AskedEngine(models=models("n"), metrics=info(store_topic="", role="kv_consumer"))
+    config = tmp_path / "kvfs.toml"
+
+    def got(asked: str | Request) -> tuple[Any, str | None]:
+        with urlopen(asked, timeout=WAIT_S) as answer:
+            return json.load(answer), answer.headers["X-KVFS-Route"]
+
+    def use(door: str) -> None:
+        with process("proxy", "--config", str(config), lines=2, log=tmp_path / "proxy.log") as (_, url):
+            known, _ = got(f"{door}/v1/instances")
+            assert {(each["url"], each["model"], each["role"]) for each in known["instances"]} == {
+                (one.url, "m", "both"),
+                (other.url, "n", "decode"),
+            }
+            for model, engine in (("m", one), ("n", other), ("n", other)):
+                body = json.dumps({**chat("q"), "model": model}).encode()
+                _, route = got(Request(f"{url}/chat/completions", body))
+                explained, _ = got(f"{door}/v1/explain/{route}")
+                assert explained["chosen"]["decode"] == engine.url.removeprefix("http://")
+
+    async with trio.open_nursery() as nursery:
+        for engine in (one, other):
+            await nursery.start(engine.run)
+        with HeldPort() as port:
+            config.write_text(
+                f'[proxy]\nlisten = "127.0.0.1:0"\nconduct = true\nengines = ["{one.url}", "{other.url}"]\n'
+                f'[conductor]\nlisten = "127.0.0.1:{port.number}"\nevents = "tcp://127.0.0.1:*"\n'
+            )
+            await trio.to_thread.run_sync(use, f"http://127.0.0.1:{port.number}")
+        nursery.cancel_scope.cancel()
+    assert [len(engine.completions) for engine in (one, other)] == [1, 2]
