@@ -1,8 +1,9 @@
 """An engine as a process: a cache, HTTP as engines answer it, events over ZeroMQ, and faults in what it publishes.
 
-Responsibility: `python -m tests.support.engine_process PORT TOPIC CAPACITY REPLAY EVENTS...` prefills in no time,
-publishes what its cache gains and evicts to each of EVENTS, and says at `/holds` what it really has. REPLAY is the
-endpoint where it answers requests for replays, empty for none. `POST /fault` sets what goes wrong next.
+Responsibility: `python -m tests.support.engine_process PORT TOPIC CAPACITY REPLAY COSTS EVENTS...` prefills, publishes
+what its cache gains and evicts to each of EVENTS, and says at `/holds` what it really has. REPLAY is the endpoint where
+it answers requests for replays, empty for none. COSTS is `MODEL DEVICE DEVICES` of the table of costs: each prefill
+takes that long, one after the other; empty: no time. `POST /fault` sets what goes wrong next.
 
 Concurrency: one trio thread.
 """
@@ -23,6 +24,7 @@ import trio
 from kvfs.events.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvfs.events.sockets import Publisher
 from kvfs.keys import HASH_BYTES, prefix_hashes
+from scheduler.routing.cost import CostModel, table_costs
 from scheduler.simulation.nodes import BlockLru
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE
 from tests.support.stub_engines import receive_message, send
@@ -74,8 +76,11 @@ class FaultySender:
 
 
 class EngineProcess:
-    def __init__(self, topic: str, capacity: int, replay: str, events: list[str]) -> None:
+    def __init__(
+        self, topic: str, capacity: int, replay: str, costs: CostModel | None, events: list[str]
+    ) -> None:
         self.cache = BlockLru(capacity)
+        self.costs, self._device = costs, trio.Lock()
         self.names: dict[int, bytes] = {}
         self.publisher = Publisher(events[0], topic=topic, replay_endpoint=replay or None)
         others = [Publisher(each, topic=topic) for each in events[1:]]
@@ -85,14 +90,31 @@ class EngineProcess:
         self.started_s = time.time()
         self.running = 0
 
-    def prefill(self, tokens: list[int]) -> int:
-        """Make a prompt's blocks, and return how many tokens of it were there already."""
+    async def prefill(self, tokens: list[int]) -> int:
+        """Make a prompt's blocks, in the time that it takes; return how many tokens of it were there already."""
+        async with self._device:
+            hashes = self._names_of(tokens)
+            cached = min(self._held(hashes), (len(tokens) - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+            if self.costs is not None:
+                await trio.sleep(self.costs.prefill_s(len(tokens), cached))
+            self._store(tokens, hashes)
+            return cached
+
+    def _held(self, hashes: list[int]) -> int:
+        """Count the blocks that are in the cache, from the first on."""
+        return next((at for at, name in enumerate(hashes) if name not in self.cache), len(hashes))
+
+    def _names_of(self, tokens: list[int]) -> list[int]:
         joined = prefix_hashes(NAMESPACE, tokens)
         hashes = [int.from_bytes(joined[at : at + 8], "big") for at in range(0, len(joined), HASH_BYTES)]
         self.names |= {
             name: joined[at * HASH_BYTES : (at + 1) * HASH_BYTES] for at, name in enumerate(hashes)
         }
-        held = next((at for at, name in enumerate(hashes) if name not in self.cache), len(hashes))
+        return hashes
+
+    def _store(self, tokens: list[int], hashes: list[int]) -> None:
+        """Put a prompt's blocks into the cache, and publish what that changes."""
+        held = self._held(hashes)
         for name in reversed(hashes):
             self.cache.use(name)
         gone = [name for name, _ in self.cache.evict()]
@@ -113,7 +135,6 @@ class EngineProcess:
             events.append(BlockRemoved(list(gone), GPU))
         if events:
             self.publisher.publish(events)
-        return min(held, (len(tokens) - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
 
     def fault(self, faults: Faults) -> None:
         self.sender.faults = faults
@@ -151,7 +172,7 @@ class EngineProcess:
         elif path.endswith("completions"):
             prompt = json.loads(body)["prompt"]
             tokens = [int(word) for word in prompt.split()] if isinstance(prompt, str) else prompt
-            details = {"cached_tokens": self.prefill(tokens)}
+            details = {"cached_tokens": await self.prefill(tokens)}
             usage = {"prompt_tokens": len(tokens), "completion_tokens": 1, "prompt_tokens_details": details}
             choices = [{"index": 0, "text": "w", "finish_reason": "length"}]
             return json.dumps({"id": "c", "choices": choices, "usage": usage}).encode()
@@ -159,8 +180,12 @@ class EngineProcess:
 
 
 async def main(*arguments: str) -> None:
-    port, topic, capacity, replay, *events = arguments
-    engine = EngineProcess(topic, int(capacity), replay, events)
+    port, topic, capacity, replay, table, *events = arguments
+    costs = None
+    if table:
+        model, device, devices = table.split()
+        costs = table_costs(model, device, devices=int(devices))
+    engine = EngineProcess(topic, int(capacity), replay, costs, events)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(engine.publisher.serve_replays)
         await nursery.start(partial(trio.serve_tcp, engine.serve, int(port), host="127.0.0.1"))

@@ -15,7 +15,7 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import trio
@@ -117,16 +117,46 @@ class FleetEngine:
         assert not wrong, f"{self.name}: {len(wrong)} of {len(keys)} cached blocks were never announced"
 
 
+class Costs(NamedTuple):
+    """A model on devices, as the table of costs has them."""
+
+    model: str
+    device: str
+    devices: int
+
+    @property
+    def settings(self) -> str:
+        """Return them as keys of `[conductor]`."""
+        return f'cost_model = "{self.model}"\ncost_device = "{self.device}"\ncost_devices = {self.devices}\n'
+
+
+class Prefilled(NamedTuple):
+    """Where a request was, and how much of its prompt was there."""
+
+    engine: str
+    cached_tokens: int
+
+
 class Fleet:
-    """See the module's header. Use it as a context manager."""
+    """See the module's header. Use it as a context manager.
+
+    `costs`: how long a prefill takes, as the Conductor predicts it; None: engines take no time.
+    """
 
     def __init__(
-        self, folder: Path, *, engines: int = 4, conductors: int = 1, capacity: int = 60, quick: bool = True
+        self,
+        folder: Path,
+        *,
+        engines: int = 4,
+        conductors: int = 1,
+        capacity: int = 60,
+        quick: bool = True,
+        costs: Costs | None = None,
     ) -> None:
         self._stack = ExitStack()
         self.counts: Counter[str] = Counter()
         events = [f"tcp://127.0.0.1:{self._port()}" for _ in range(conductors)]
-        self.engines = [self._engine(n, capacity, events) for n in range(engines)]
+        self.engines = [self._engine(n, capacity, costs, events) for n in range(engines)]
         file = folder / "instances.json"
         file.write_bytes(msgspec.json.encode([self._instance(each) for each in self.engines]))
         self.ports = [self._port() for _ in range(conductors)]
@@ -135,7 +165,7 @@ class Fleet:
             config = folder / f"kvfs-{n}.toml"
             config.write_text(
                 f'[conductor]\nlisten = "127.0.0.1:{port}"\nevents = "{endpoint}"\ninstances = "{file}"\n'
-                'policy = "default"\nadmission = "none"\nfitted = false\n'
+                f'policy = "default"\nadmission = "none"\nfitted = false\n{costs.settings if costs else ""}'
             )
             command = ["-m", "kvfs", "conductor", "run", "--config"]
             self.conductors.append(Process([*(["-c", QUICKER] if quick else command), str(config)]))
@@ -146,7 +176,7 @@ class Fleet:
     def _port(self) -> int:
         return self._stack.enter_context(HeldPort()).number
 
-    def _engine(self, n: int, capacity: int, events: list[str]) -> FleetEngine:
+    def _engine(self, n: int, capacity: int, costs: Costs | None, events: list[str]) -> FleetEngine:
         port, replays = self._port(), n % 2 == 0
         replay = f"tcp://127.0.0.1:{self._port()}" if replays else ""
         made = [
@@ -156,6 +186,7 @@ class Fleet:
             f"engine-e{n}",
             str(capacity),
             replay,
+            " ".join(map(str, costs or ())),
             *events,
         ]
         return FleetEngine(f"e{n}", port, replays, Process(made))
@@ -175,6 +206,15 @@ class Fleet:
         for each in self.processes:
             await each.ready()
 
+    async def found_up(self, conductor: int = 0) -> None:
+        """Wait until a Conductor finds all engines up: it may have looked before they listened."""
+        with trio.fail_after(WAIT_S):
+            while True:
+                status = (await self.call(self.ports[conductor], "GET", "/v1/instances")).json
+                if all(each["reachable"] for each in status["instances"]):
+                    return
+                await trio.sleep(0.05)
+
     def __enter__(self) -> Fleet:
         return self
 
@@ -192,9 +232,9 @@ class Fleet:
     async def fault(self, engine: FleetEngine, **faults: object) -> None:
         assert (await self.call(engine.port, "POST", "/fault", faults)).status == 200
 
-    async def ask(self, prompt: list[int], conductor: int = 0) -> None:
+    async def ask(self, prompt: list[int], conductor: int = 0) -> Prefilled | None:
         """Route a prompt, send it, and report; without a Conductor, or an engine that it finds up, by turns. Every
-        failure is counted."""
+        failure is counted; None where all engines failed."""
         port, tried = self.ports[conductor], list[str]()
         keys = keys_of(prompt)
         self._requests += 1
@@ -225,13 +265,14 @@ class Fleet:
             sent = await self._send(engine, prompt, port, id)
             elsewhere = {key for other, keys in self._routing.items() if other != number for key in keys}
             engine.check([key for key in keys[:cached] if key not in elsewhere], number)
-            if sent:
+            if sent is not None:
                 self.counts[engine.name] += 1
-                return
+                return sent
             tried.append(engine.name)
         self.counts["failed"] += 1
+        return None
 
-    async def _send(self, engine: FleetEngine, prompt: list[int], port: int, id: str) -> bool:
+    async def _send(self, engine: FleetEngine, prompt: list[int], port: int, id: str) -> Prefilled | None:
         try:
             answer = await self._attempt(engine.port, "POST", "/v1/completions", {"prompt": prompt})
         except (OSError, trio.TooSlowError, ConnectionError):
@@ -239,12 +280,12 @@ class Fleet:
             await self._report(port, "POST", f"/v1/instances/{engine.name}/unreachable")
             if id:
                 await self._report(port, "DELETE", f"/v1/reservations/{id}")
-            return False
+            return None
+        cached_tokens = answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
         if id:
-            usage = answer.json["usage"]
-            value = {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "output_tokens": 1}
+            value = {"cached_tokens": cached_tokens, "output_tokens": 1}
             await self._report(port, "POST", f"/v1/reservations/{id}/done", value)
-        return True
+        return Prefilled(engine.name, cached_tokens)
 
     async def _attempt(self, port: int, method: str, path: str, value: object = None) -> Answer:
         try:
