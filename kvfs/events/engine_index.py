@@ -39,7 +39,7 @@ class _Held:
 
     group: Group
     copies: dict[BlockHash, int] = field(default_factory=dict)
-    """vLLM, which says what its groups are, computes blocks that it has, where a window or a state before them is gone."""
+    """vLLM, which says what its groups are, makes blocks anew that it has, where a window before them is gone."""
 
 
 class EngineIndex:
@@ -121,10 +121,11 @@ class EngineIndex:
             self._store(self._places[engine], event)
         else:
             held = self._places[engine].get(_place(event))
-            for block in event.block_hashes if held is not None else ():
-                left = held.copies.pop(block, 0) - 1
+            copies = {} if held is None else held.copies
+            for block in event.block_hashes:
+                left = copies.pop(block, 0) - 1
                 if left > 0:
-                    held.copies[block] = left
+                    copies[block] = left
 
     def _store(self, places: dict[Place, _Held], event: BlockStored) -> None:
         room = self._max_blocks - _count(places)

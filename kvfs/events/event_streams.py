@@ -194,8 +194,8 @@ class EventStreams:
 def full_attention_first(events: Iterable[KVEvent]) -> Iterator[KVEvent]:
     """Yield the events of a batch, of blocks that were stored together those of full attention first: other layers keep
     the end of a prefix alone, and the block before it is named by the former only."""
-    for are_stored, some in groupby(events, lambda event: isinstance(event, BlockStored)):
-        yield from sorted(some, key=_is_of_other_layers) if are_stored else some
+    for _, stretch in groupby(events, lambda event: isinstance(event, BlockStored)):
+        yield from sorted(stretch, key=_is_of_other_layers)
 
 
 def _is_of_other_layers(event: KVEvent) -> bool:

@@ -107,7 +107,9 @@ class Sources:
             number = stream.sources[place.medium] = self.take()
         else:
             if sum(other.medium == place.medium for other in stream.windows) == MAX_WINDOWS:
-                raise LimitExceeded(f"{stream.name}: {MAX_WINDOWS} kinds of windows are in use, which is the limit")
+                raise LimitExceeded(
+                    f"{stream.name}: {MAX_WINDOWS} kinds of windows are in use, which is the limit"
+                )
             number = stream.windows[place] = self.take()
         if place.medium in stream.sources:
             beside = [

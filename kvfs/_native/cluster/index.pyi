@@ -43,10 +43,10 @@ class ClusterIndex:
         Changes of blocks do the same as they go. The mutex is free between two segments."""
 
     def set_windows(self, source: int, windows: Sequence[tuple[int, int]]) -> None:
-        """Count a source, from the first block on, only as far as what lies beside it goes on, in place of what was said
-        before; () ends it.
+        """Count a source, from the first block on, only as far as what lies beside it goes on, in place of what was
+        said before; () ends it.
 
-        `windows`: sources, MAX_WINDOWS at most, each with how many blocks it must hold behind one another before a
+        `windows`: sources, MAX_WINDOWS at most, each with how many blocks it must hold one behind the other before a
         boundary, or all where there are fewer: those of a sliding window, or the one of a recurrent state. `runs`,
         `match` and `depths` then have the source up to the last boundary from which a prompt can go on, and the
         windows themselves not at all. Raises InvalidRequest for more windows.

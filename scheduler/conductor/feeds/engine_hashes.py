@@ -5,10 +5,10 @@ says its own hash only; count the copies of a block. The engine's hashes are not
 between releases and settings.
 
 Invariants:
-- A block whose key depends on more than tokens and weights (an adapter, an image, a salt), or whose parent is unknown, has
-  no key here; it and what follows it are counted, and are misses. At most `max_blocks` are remembered.
+- A block whose key depends on more than tokens and weights (an adapter, an image, a salt), or whose parent is unknown,
+  has no key here; it and what follows it are counted, and are misses. At most `max_blocks` are remembered.
 - A place has a block while all groups of layers that are there have it. vLLM, which says what its groups are, computes
-  blocks that it has, where a window or a state before them is gone, and says of each copy that it comes and goes.
+  blocks that it has where a window or a state before them is gone, and says of each copy that it comes and goes.
 
 Concurrency: one thread.
 """
@@ -58,8 +58,8 @@ class EngineHashes:
             self._counts[fault] += count
             return b"", None
         if place.window_blocks:
-            # Of a stretch of tokens windows and recurrent layers keep some blocks, which nothing but hashes tells: those
-            # of full attention have come with their tokens before.
+            # Of a stretch of tokens windows and recurrent layers keep some blocks, which hashes alone tell; those of
+            # full attention have come with their tokens before.
             known = [hash for hash in own if hash in self._keys]
             self._counts["engine_blocks_malformed"] += count - len(known)
             return self._put(place, event, known), None

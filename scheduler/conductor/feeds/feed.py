@@ -25,6 +25,7 @@ from scheduler.conductor.feeds.engine_hashes import EngineHashes
 from scheduler.conductor.registry import Registry
 from scheduler.conductor.sources import Knowledge, Place, Stream, StreamName
 
+
 class Feed:
     """Follow streams for a registry. Implement `Follower` and `Sink`, of sockets and of its own streams."""
 
@@ -160,8 +161,8 @@ class Feed:
 
 
 def _place(stream: Stream, event: BlockStored | BlockRemoved) -> Place | None:
-    """Return where an event's blocks are, as their group of layers has said what it is; None of layers that read nothing
-    before a token, and of all but the first group where an engine does not say what it has."""
+    """Return where an event's blocks are, as their group of layers has said what it is; None for layers that read
+    nothing before a token, and for all but the first group where an engine does not say what it has."""
     group = event.group_idx or 0
     if isinstance(event, BlockStored) and event.kv_cache_spec_kind is not None:
         layers = layers_of(event)

@@ -1,5 +1,5 @@
-"""Engines whose layers have several caches, as the Conductor's index has them: a prefix counts as far as each of them goes
-on, against a plain model."""
+"""Engines whose layers have several caches, as the Conductor's index has them: a prefix counts as far as all of them
+go on, against a plain model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_block_of_two_copies_is_there_until_both_are_gone() -> None:
 
 
 def test_groups_with_the_same_window_all_have_what_counts() -> None:
-    alike = {"kv_cache_spec_kind": KINDS[WINDOW][0], "kv_cache_spec_sliding_window": KINDS[WINDOW][1]}
+    alike: Any = {"kv_cache_spec_kind": KINDS[WINDOW][0], "kv_cache_spec_sliding_window": KINDS[WINDOW][1]}
     events = [of_group(FULL), of_group(WINDOW), of_group(WINDOW, group_idx=7, **alike)]
     stand = stand_of(*events, removed(7, {8}))
     assert stand.held(PROMPT) == 8
@@ -86,7 +86,7 @@ def test_groups_with_the_same_window_all_have_what_counts() -> None:
 
 
 def test_a_window_goes_on_from_a_block_that_full_attention_alone_has_and_says_later() -> None:
-    """Of what a connector has loaded, layers with a window have the end; groups are said in the order of their numbers."""
+    """Of what a connector has loaded, layers with a window have the end; groups are said in order of their numbers."""
     stand = stand_of(of_group(WINDOW, 7), of_group(STATE, 9), of_group(FULL))
     assert stand.held(PROMPT) == BLOCKS
     assert stand.conductor.counts["engine_blocks_without_parent"] == 0
