@@ -265,7 +265,7 @@ class Registry:
         source = stream.source_at(place)
         if source is None:
             try:
-                source = self._sources.place(stream, place)
+                source = self._sources.assign(stream, place)
             except LimitExceeded:
                 self.counts["over_limit"] += len(hashes) // HASH_BYTES
                 return

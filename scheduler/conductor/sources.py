@@ -101,7 +101,7 @@ class Sources:
             raise LimitExceeded(f"{MAX_BLOCK_SOURCES} sources of blocks are in use, which is the limit")
         return self._free.pop()
 
-    def place(self, stream: Stream, place: Place) -> int:
+    def assign(self, stream: Stream, place: Place) -> int:
         """Give a place of a stream a number, which it has not got. Raises LimitExceeded."""
         if not place.window_blocks:
             number = stream.sources[place.medium] = self.take()
