@@ -53,7 +53,9 @@ LONGEST: Final = (
     # In a run of their own.
     "engines/test_vllm_connector.py",
     "engines/test_conducted_engines.py",
+    "engines/test_proxy_chats.py",
     "engines/test_vllm_adapters.py",
+    "engines/test_followed_caches.py",
     "engines/test_lmcache_s3.py",
     "engines/test_vllm_states.py",
     "engines/test_vllm_hybrid.py",
