@@ -26,6 +26,7 @@ from bench import (
     conductor,
     conductor_http,
     conductor_queries,
+    conductor_restart,
     doors,
     fabric,
     keys,
@@ -111,6 +112,7 @@ AT_S3: dict[str, Callable[[float], Result]] = {
     "cold.fetch_16m": cold.fetch_16m,
     "conductor.route_http": conductor_http.route_http,
     "conductor.watched_256": conductor_http.watched_256,
+    "conductor.restart_240k": conductor_restart.restart_240k,
 }
 """Start services of their own, and most of them nginx."""
 OF_MACHINES: dict[str, Callable[[float], Result]] = {
