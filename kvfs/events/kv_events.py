@@ -96,6 +96,7 @@ encode_batch: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(_RawBatch).decode
 _WINDOWS: Final = frozenset(("sliding_window", "sliding_window_mla"))
 _STATES: Final = frozenset(("mamba",))
+CHUNKS: Final = frozenset(("chunked_local_attention",))
 """Names of vLLM's KVCacheSpecKind."""
 
 

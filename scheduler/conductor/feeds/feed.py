@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvfs.events.event_streams import Engine, EventStreams, Missing
-from kvfs.events.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, layers_of
+from kvfs.events.kv_events import CHUNKS, GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, layers_of
 from kvfs.keys import HASH_BYTES
 from kvfs.limits import MAX_ENGINE_GROUPS
 from scheduler.conductor.feeds.engine_hashes import EngineHashes
@@ -162,9 +162,14 @@ class Feed:
 
 def _place(stream: Stream, event: BlockStored | BlockRemoved) -> Place | None:
     """Return where an event's blocks are, as their group of layers has said what it is; None for layers that read
-    nothing before a token, and for all but the first group where an engine does not say what it has."""
+    nothing before a token, and for all but the first group where an engine does not say what it has.
+
+    None for chunks, too, whose length no event names: to ask for all of their blocks would find little of any prompt.
+    """
     group = event.group_idx or 0
     if isinstance(event, BlockStored) and event.kv_cache_spec_kind is not None:
+        if event.kv_cache_spec_kind in CHUNKS:
+            return None
         layers = layers_of(event)
         if layers.window_blocks != 0 and (group in stream.groups or len(stream.groups) < MAX_ENGINE_GROUPS):
             stream.groups[group] = layers.window_blocks or 0

@@ -106,6 +106,15 @@ def test_a_window_counts_in_its_own_medium() -> None:
     assert stand.held(PROMPT) == 5
 
 
+def test_chunks_of_a_length_that_nobody_says_limit_nothing() -> None:
+    chunks = of_group(
+        WINDOW, 8, kv_cache_spec_kind="chunked_local_attention", kv_cache_spec_sliding_window=None
+    )
+    stand = stand_of(of_group(FULL), chunks, removed(WINDOW, {9}))
+    assert stand.held(PROMPT) == BLOCKS
+    assert stand.conductor.counts["other_group_events"] == 2
+
+
 def test_layers_that_read_nothing_before_a_token_limit_nothing() -> None:
     stand = stand_of(of_group(FULL), of_group(WINDOW, 0, 1, kv_cache_spec_sliding_window=1))
     assert stand.held(PROMPT) == BLOCKS
