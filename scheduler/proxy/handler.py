@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 from collections.abc import Callable, Collection
 from itertools import count
@@ -42,11 +43,19 @@ log = logging.getLogger("kvfs.proxy")
 _COMPLETIONS = frozenset((b"/v1/completions", b"/v1/chat/completions"))
 _PASSED = frozenset(
     (
-        *(b"/v1/embeddings", b"/v1/responses", b"/v1/messages", b"/v1/messages/count_tokens"),
-        *(b"/v1/score", b"/v1/rerank", b"/v1/audio/transcriptions", b"/v1/audio/translations"),
-        *(b"/tokenize", b"/detokenize", b"/version", b"/pooling", b"/classify", b"/score", b"/rerank"),
+        *(b"/v1/embeddings", b"/v2/embed", b"/pooling", b"/classify", b"/generative_scoring"),
+        *(b"/v1/score", b"/score", b"/v1/rerank", b"/v2/rerank", b"/rerank"),
+        *(b"/v1/responses", b"/v1/responses/render", b"/cohere/v2/chat", b"/cohere/v2/chat/render"),
+        *(b"/v1/messages", b"/v1/messages/count_tokens", b"/v1/messages/render"),
+        *(b"/v1/completions/render", b"/v1/completions/derender", b"/v1/chat/completions/batch"),
+        *(b"/v1/chat/completions/render", b"/v1/chat/completions/derender"),
+        *(b"/v1/audio/transcriptions", b"/v1/audio/translations"),
+        *(b"/tokenize", b"/detokenize", b"/tokenizer_info", b"/version"),
     )
 )
+"""Of what vLLM 0.32 serves, all that answers a client without changing an engine."""
+_STORED = re.compile(rb"/v1/responses/(?!render$)[\w.-]+(?:/cancel)?")
+"""One answer that an engine has kept (OpenAI's Responses)."""
 _METHODS = frozenset(("GET", "POST"))
 _MAX_REQUEST_ID_BYTES = 128
 _METRICS = [("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)]
@@ -141,8 +150,8 @@ class Handler:
         if path == b"/metrics":
             await exchange.respond(200, _METRICS, self._metrics())
             return
-        lists = is_list(path)
-        if path not in _COMPLETIONS and path not in _PASSED and not lists:
+        lists, stored = is_list(path), _STORED.fullmatch(path) is not None
+        if path not in _COMPLETIONS and path not in _PASSED and not lists and not stored:
             raise Failure(404, f"{path.decode('latin-1')} is not served", code="unknown_url")
         wanted = ("POST",) if path in _COMPLETIONS else ("GET",) if lists else _METHODS
         if exchange.head.method not in wanted:
@@ -159,6 +168,8 @@ class Handler:
                     await self._complete(exchange, body, held)
                 elif lists:
                     await self._list_models(exchange, path)
+                elif stored:
+                    await self._pass_to_holder(exchange, body)
                 else:
                     await self._pass(exchange, body)
             finally:
@@ -254,10 +265,31 @@ class Handler:
                     raise Failure(502, f"engine {engine.name}: {error}") from None
         raise Failure(503, f"engines failed: {', '.join(failed) or 'none answers'}", retry_after_s=1)
 
-    async def _pass_to(self, exchange: Exchange, body: Buffer, engine: Engine) -> int:
-        """Return the status of the answer. Raises EngineFailed."""
+    async def _pass_to_holder(self, exchange: Exchange, body: Buffer) -> None:
+        """Pass on what is asked of one kept answer to the engine that has it: each is asked, until one does not say
+        404. Raises Failure, BadBody."""
+        _, body = passed(body, _content_type(exchange))
+        for engine in [each for each in self._engines if not each.down]:
+            try:
+                status = await self._pass_to(exchange, body, engine, unless=404)
+            except EngineFailed as error:
+                if not error.alive:
+                    self._engines.suspect(engine, str(error))
+                if exchange.answered:
+                    raise Failure(502, f"engine {engine.name}: {error}") from None
+            else:
+                if status != 404:
+                    self._counts.end(status)
+                    return
+        raise Failure(404, "no engine that answers has this response")
+
+    async def _pass_to(self, exchange: Exchange, body: Buffer, engine: Engine, unless: int = 0) -> int:
+        """Return the status of the answer, which is passed on unless it has the given one. Raises EngineFailed."""
         head = exchange.head
         async with engine.ask(head.method, head.target, self._headers(exchange), body) as answer:
+            if answer.status == unless:
+                await answer.read_all()
+                return unless
             data = await answer.read()
             if answer.status >= 400:
                 while len(data) < limits.PROXY_BODY_PIECE_BYTES and (piece := await answer.read()):

@@ -112,6 +112,8 @@ class StubEngine:
         """Whether it closes a connection that is used again, without an answer."""
         self.models = ["m"]
         self.models_status = self.tokenize_status = 200
+        self.keeps_answers = True
+        """Whether it has each response that it is asked for."""
         self.reads_bodies = True
         """Whether bodies are JSON."""
         self.needs_room = False
@@ -200,6 +202,9 @@ class StubEngine:
             tokens = self.tokens(asked.body)
             body = json.dumps({"count": len(tokens), "tokens": tokens}).encode()
             await send(stream, self.tokenize_status, body)
+            return True
+        if path.startswith("/v1/responses/") and not self.keeps_answers:
+            await send(stream, 404, b'{"error": {"message": "no such response", "code": 404}}')
             return True
         if not path.endswith("completions"):
             await send(stream, 200, json.dumps({"path": path, "method": message.method}).encode())

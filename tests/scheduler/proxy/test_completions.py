@@ -122,6 +122,30 @@ async def test_other_paths_are_passed_on_and_administration_is_not() -> None:
         assert (await stand.ask("/v1/completions", method="GET")).status == 405
 
 
+async def test_a_kept_answer_is_looked_for_at_each_engine() -> None:
+    """Whichever has it answers; one that fails is passed over, and what nobody has is 404."""
+    async with proxy_stand("both", "both", "both") as stand:
+        stand.engines[0].keeps_answers = False
+        for method, path in (("GET", "/v1/responses/r1"), ("POST", "/v1/responses/r1/cancel")):
+            answer = await stand.ask(path, method=method)
+            assert answer.json() == {"path": path, "method": method}
+        stand.engines[1].die()
+        assert (await stand.ask("/v1/responses/r1", method="GET")).status == 200
+        stand.engines[2].keeps_answers = False
+        refused = await stand.ask("/v1/responses/r1", method="GET")
+        assert (refused.status, refused.json()["error"]["type"]) == (404, "not_found_error")
+        asked = [[each.path for each in engine.asked] for engine in stand.engines]
+        assert asked[0] == ["/v1/responses/r1", "/v1/responses/r1/cancel", *["/v1/responses/r1"] * 2]
+        for path in (
+            "/v1/responses/",
+            "/v1/responses/r1/more",
+            "/v1/responses/r1/cancel/more",
+            "/v1/responses/%2e",
+        ):
+            assert (await stand.ask(path, method="GET")).status == 404
+        assert [[each.path for each in engine.asked] for engine in stand.engines] == asked
+
+
 async def test_bearer_tokens_are_passed_on_or_checked() -> None:
     body = {"prompt": "p"}
     async with proxy_stand() as stand:
