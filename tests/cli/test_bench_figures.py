@@ -41,6 +41,7 @@ def test_bytes_of_a_block_are_counted_with_all_the_sources_there_may_be() -> Non
     assert len(index) == 1 << 19
     assert min(blocks) > 0
     assert sum(blocks) > 3 * len(index)
+    assert index.size_bytes / len(index) <= 56
 
 
 def test_ucx_is_measured_against_its_own_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

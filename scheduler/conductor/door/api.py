@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from time import monotonic
 from typing import Any
@@ -40,7 +40,7 @@ from kvfs.watch.hub import Hub
 from kvfs.watch.page import page_file
 from scheduler.conductor.door.conductor_metrics import ConductorCollector
 from scheduler.conductor.door.mooncake import ALL_OPERATIONS
-from scheduler.conductor.door.openapi import document
+from scheduler.conductor.door.openapi import FIXED, document
 from scheduler.conductor.door.operations import (
     ROUTE_BATCH,
     BatchAnswer,
@@ -264,6 +264,8 @@ def _find(method: str, path: str) -> tuple[Operation, str]:
     """Return the operation of a request, and the argument in its path. Raises Rejected."""
     exact = _ROUTES.get(path)
     argument = ""
+    if path in FIXED:
+        raise _not_allowed(method, path, ("GET",))
     if exact is None:
         parts = path.split("/")
         if len(parts) in (4, 5):
@@ -273,11 +275,14 @@ def _find(method: str, path: str) -> tuple[Operation, str]:
         raise Rejected(404, "NotFound", f"{path[:100]}: no such path; /openapi.json lists them")
     found = exact.get(method)
     if found is None:
-        allowed = ", ".join(exact)
-        raise Rejected(
-            405, "MethodNotAllowed", f"{method} {path[:100]}: there is {allowed}", ("Allow", allowed)
-        )
+        raise _not_allowed(method, path, exact)
     return found, argument
+
+
+def _not_allowed(method: str, path: str, methods: Iterable[str]) -> Rejected:
+    allowed = ", ".join(methods)
+    message = f"{method} {path[:100]}: there is {allowed}"
+    return Rejected(405, "MethodNotAllowed", message, ("Allow", allowed))
 
 
 def _is_packed(exchange: Exchange) -> bool:

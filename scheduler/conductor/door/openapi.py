@@ -15,6 +15,16 @@ from scheduler.conductor.door.mooncake import ALL_OPERATIONS
 from scheduler.conductor.door.operations import ErrorAnswer, Operation
 from scheduler.conductor.values import Refused
 
+FIXED = {
+    "/": ("Show the page that watches", "text/html"),
+    "/healthz": ("Say that the service is there", "text/plain"),
+    "/metrics": ("Return the metrics, as Prometheus reads them", "text/plain"),
+    "/openapi.json": ("Return this document", "application/json"),
+    "/v1/events": ("Stream panels and decisions as they change", "text/event-stream"),
+}
+"""What is there to GET beside the operations, and what it answers."""
+OPEN = frozenset(("/", "/healthz"))
+"""Those of them that want no token."""
 _ALWAYS = (400, 401, 411, 413, 503)
 """Statuses that any operation may answer with."""
 _LINKED = {
@@ -35,6 +45,7 @@ def document(*, secured: bool) -> dict[str, Any]:
     for operation in ALL_OPERATIONS:
         path = paths.setdefault(operation.path.replace("{}", f"{{{parameter(operation)}}}"), {})
         path[operation.method.lower()] = _described(operation)
+    paths |= {path: {"get": _described_fixed(path, *about)} for path, about in FIXED.items()}
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvfs conductor", "version": "1"},
@@ -78,6 +89,15 @@ def _described(operation: Operation) -> dict[str, Any]:
         content = _reference(operation.body, packs=operation.packs)
         described["requestBody"] = {"required": not operation.optional_body, "content": content}
     return described
+
+
+def _described_fixed(path: str, text: str, answer: str) -> dict[str, Any]:
+    refused = {"content": _reference(ErrorAnswer)}
+    responses = {
+        "200": {"description": HTTPStatus(200).phrase, "content": {answer: {"schema": {}}}},
+        **{str(status): {"description": HTTPStatus(status).phrase, **refused} for status in _ALWAYS},
+    }
+    return {"summary": text, "responses": responses, **({"security": []} if path in OPEN else {})}
 
 
 def _response(operation: Operation, status: int) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvfs import limits
 from kvfs.errors import Exists, InvalidRequest, LimitExceeded, NotFound
 from kvfs.events.kv_events import CPU, GPU, STORAGE
 from kvfs.keys import prefix_hashes
-from scheduler.conductor.conductor import DEGRADED, WITHOUT_TOKENS
+from scheduler.conductor.conductor import DEGRADED, WITHOUT_TOKENS, Conductor
 from scheduler.conductor.sources import Knowledge, Place, StreamName
 from scheduler.conductor.values import EngineMetrics, Refused, Routed, RouteRequest, Usage
 from tests.support.conductors import (
@@ -419,3 +420,42 @@ def test_explanations_are_the_last_thousand() -> None:
     with pytest.raises(NotFound):
         made.explain(ids[0])
     assert made.explain(ids[1])["tokens"] == 1
+
+
+def test_two_conductors_decide_alike_but_for_requests_that_one_has_and_the_other_hears_of_from_engines() -> (
+    None
+):
+    clock = Clock()
+    both = [conductor(clock, *map(instance, "abc"), fitted=False) for _ in range(2)]
+    for made in both:
+        for number, name in enumerate("abcabcab"):
+            hears(made, f"engine-{name}", tokens(number, 16 * BLOCK_TOKENS))
+
+    def asked(made: Conductor, number: int) -> tuple[Routed, dict[str, Any]]:
+        """Route a prompt that begins as one that is known; return the answer and why, and have it end at once."""
+        found = routed(made, tokens(number % 8, (4 + number % 12) * BLOCK_TOKENS) + tokens(99 + number, 90))
+        explained = made.explain(found.id)
+        made.cancel(found.id)
+        return msgspec.structs.replace(found, id=""), {
+            key: value for key, value in explained.items() if key != "id"
+        }
+
+    for number in range(40):
+        clock.now_s += 0.01
+        one, other = (asked(made, number) for made in both)
+        assert one == other
+    kept = routed(both[0], tokens(1, 16 * BLOCK_TOKENS))
+    both[0].first_token(kept.id)
+    slot = "abc".index(kept.decode)
+    batches = [made.registry.pools()[0].planner.load(slot, clock.now_s).active_requests for made in both]
+    assert batches == [1, 0]
+    for made in both:
+        for name in "abc":
+            made.registry.observed(name, EngineMetrics(requests=int(name == kept.decode)))
+    batches = [made.registry.pools()[0].planner.load(slot, clock.now_s).active_requests for made in both]
+    assert batches == [1, 1]
+    both[0].done(kept.id)
+    for made in both:
+        made.registry.observed(kept.decode, EngineMetrics(requests=0))
+        over(made)
+    assert asked(both[0], 50) == asked(both[1], 50)

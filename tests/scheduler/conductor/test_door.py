@@ -33,6 +33,7 @@ from kvfs.watch.window import Window
 from scheduler.conductor.door.api import Api
 from scheduler.conductor.door.conductor_metrics import ConductorCollector
 from scheduler.conductor.door.mooncake import ALL_OPERATIONS
+from scheduler.conductor.door.openapi import FIXED, OPEN
 from scheduler.conductor.door.operations import Context
 from scheduler.conductor.feeds import listener
 from scheduler.conductor.feeds.discovery import InstancesFile
@@ -130,13 +131,26 @@ async def test_the_openapi_document_has_every_operation_and_refers_to_nothing_th
         for path, methods in document["paths"].items()
         for method, each in methods.items()
     }
-    assert {(each.method, each.path) for each in ALL_OPERATIONS} == set(described)
+    operations = {(each.method, each.path) for each in ALL_OPERATIONS}
+    assert operations | {("GET", path) for path in FIXED} == set(described)
     for name in re.findall(r'"#/components/schemas/(\w+)"', text):
         assert name in document["components"]["schemas"]
     route = described["POST", "/v1/route"]
     assert set(route["responses"]) == {"200", "400", "401", "404", "411", "413", "429", "503"}
     schema = document["components"]["schemas"]["RouteRequest"]
     assert set(schema["properties"]) == set(RouteRequest.__struct_fields__)
+
+
+@pytest.mark.parametrize("path", FIXED)
+async def test_what_is_there_beside_the_operations_is_as_the_document_says(path: str) -> None:
+    secret = "0123456789abcdef"
+    token = f"Authorization: Bearer {secret}"
+    async with serving(tokens=[secret]) as (_, addresses), asking(addresses) as asker:
+        assert (await asker.ask("GET", path)).status == (200 if path in OPEN else 401)
+        refused = await asker.ask("POST", path, {}, token)
+        assert (refused.status, refused.headers["allow"]) == (405, "GET")
+        answer = await asker.ask("GET", path, None, token)
+        assert (answer.status, answer.headers["content-type"].partition(";")[0]) == (200, FIXED[path][1])
 
 
 async def test_the_document_asks_for_a_token_where_one_is_needed_and_shows_limits() -> None:
