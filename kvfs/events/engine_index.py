@@ -16,6 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvfs.events.block_copies import BlockCopies
 from kvfs.events.event_streams import Engine, EventStreams, Missing
 from kvfs.events.kv_events import (
     GPU,
@@ -38,8 +39,7 @@ class _Held:
     """What an engine has in one place."""
 
     group: Group
-    copies: dict[BlockHash, int] = field(default_factory=dict)
-    """vLLM, which says what its groups are, makes blocks anew that it has, where a window before them is gone."""
+    copies: BlockCopies[BlockHash] = field(default_factory=BlockCopies)
 
 
 class EngineIndex:
@@ -121,11 +121,9 @@ class EngineIndex:
             self._store(self._places[engine], event)
         else:
             held = self._places[engine].get(_place(event))
-            copies = {} if held is None else held.copies
-            for block in event.block_hashes:
-                left = copies.pop(block, 0) - 1
-                if left > 0:
-                    copies[block] = left
+            if held is not None:
+                for block in event.block_hashes:
+                    held.copies.remove(block)
 
     def _store(self, places: dict[Place, _Held], event: BlockStored) -> None:
         room = self._max_blocks - _count(places)
@@ -133,9 +131,7 @@ class EngineIndex:
         if blocks := event.block_hashes[: max(room, 0)]:
             held = places.setdefault(_place(event), _Held(Group()))
             held.group = layers_of(event)
-            for block in blocks:
-                copied = event.kv_cache_spec_kind is not None
-                held.copies[block] = 1 + (held.copies.get(block, 0) if copied else 0)
+            held.copies.add(blocks, event)
 
 
 def _count(places: dict[Place, _Held]) -> int:

@@ -24,6 +24,7 @@ from kvfs.keys import HASH_BYTES
 from kvfs.limits import (
     FOREIGN_TOKENS,
     MAX_CONDUCTOR_INSTANCES,
+    MAX_ENGINE_GROUPS,
     MAX_ENGINE_STREAMS,
     MAX_NAME_BYTES,
     MAX_UNREGISTERED_TOPICS,
@@ -273,6 +274,19 @@ class Registry:
         self.counts["over_limit"] += self._index.add(source, hashes, parent)
         for expected in stream.expecting:
             self._index.remove(expected, hashes)
+
+    def layers_are(self, stream: Stream, group: int, window_blocks: int) -> None:
+        """Note what a group of an engine's layers reads before a boundary, as `Place` has it."""
+        known = stream.groups.get(group)
+        if known == window_blocks or (known is None and len(stream.groups) >= MAX_ENGINE_GROUPS):
+            return
+        stream.groups[group] = window_blocks
+        self._sources.limit(stream)
+        self._rebuild_users_of(stream)
+
+    def forget_layers(self, stream: Stream) -> None:
+        """Note that an engine may have started with other layers."""
+        self._sources.forget_layers(stream)
 
     def removed(self, stream: Stream, place: Place, hashes: bytes) -> None:
         """Take blocks of one place out of the index, as their stream says."""

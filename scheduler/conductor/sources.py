@@ -15,10 +15,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvfs._native.cluster.index import MAX_WINDOWS, SPARE_SOURCES, ClusterIndex
 from kvfs.errors import LimitExceeded
+from kvfs.events.kv_events import GPU
 from kvfs.limits import MAX_BLOCK_SOURCES, MAX_SWEPT_SEGMENTS, SWEEP_STEP_S
 
 
@@ -103,31 +104,57 @@ class Sources:
 
     def assign(self, stream: Stream, place: Place) -> int:
         """Give a place of a stream a number, which it has not got. Raises LimitExceeded."""
-        if not place.window_blocks:
-            number = stream.sources[place.medium] = self.take()
+        number = self.take()
+        if place.window_blocks:
+            stream.windows[place] = number
         else:
-            if sum(other.medium == place.medium for other in stream.windows) == MAX_WINDOWS:
-                raise LimitExceeded(
-                    f"{stream.name}: {MAX_WINDOWS} kinds of windows are in use, which is the limit"
-                )
-            number = stream.windows[place] = self.take()
-        if place.medium in stream.sources:
-            beside = [
-                (each, other.window_blocks)
-                for other, each in stream.windows.items()
-                if other.medium == place.medium
-            ]
-            self._index.set_windows(stream.sources[place.medium], beside)
+            stream.sources[place.medium] = number
+        self.limit(stream)
         return number
+
+    def limit(self, stream: Stream) -> None:
+        """Have a stream's blocks of full attention count as far as its other layers go on in the same medium.
+
+        In an engine's own memory that is all layers that it has named: of those that have told nothing yet it has
+        nothing. What offloads blocks may tell those of full attention alone. Without numbers for all, none count.
+        """
+        for medium, source in stream.sources.items():
+            sizes = {place.window_blocks for place in stream.windows if place.medium == medium}
+            if medium == GPU:
+                sizes |= set(stream.groups.values()) - {0}
+            try:
+                windows = [(self._window(stream, Place(medium, size)), size) for size in sorted(sizes)]
+            except LimitExceeded:
+                windows = [(source, 1)]
+            self._index.set_windows(source, windows if len(windows) <= MAX_WINDOWS else [(source, 1)])
+
+    def _window(self, stream: Stream, place: Place) -> int:
+        """Return the number of a place, which gets one. Raises LimitExceeded."""
+        if place not in stream.windows:
+            stream.windows[place] = self.take()
+        return stream.windows[place]
+
+    def forget_layers(self, stream: Stream) -> None:
+        """Take back the numbers of all windows of a stream, whose blocks were cleared."""
+        stream.groups.clear()
+        for source in stream.sources.values():
+            self._index.set_windows(source, ())
+        for source in stream.windows.values():
+            self.release(source)
+        stream.windows.clear()
 
     def release(self, source: int) -> None:
         """Take a number back, once nothing maps it any more."""
-        self._index.set_windows(source, ())
         if self._may_clear:
+            self._index.set_windows(source, ())
             self._index.clear(source)
             self._free.append(source)
         else:
-            self._retired.append(source)
+            self._retire(source)
+
+    def _retire(self, source: int) -> None:
+        self._index.set_windows(source, ())
+        self._retired.append(source)
 
     def clear(self, stream: Stream, knowledge: Knowledge) -> bool:
         """Clear all blocks of a stream: they were cleared there, or batches were lost.
@@ -135,16 +162,10 @@ class Sources:
         An engine whose caches are empty will not have what it was expected to have either. Return whether the stream
         has lost numbers, so that what maps them is to be derived anew.
         """
-        before = len(stream.sources)
-        for medium, source in list(stream.sources.items()):
-            self._index.set_windows(source, ())
-            if self._may_clear:
-                self._index.clear(source)
-            else:
-                self._retired.append(stream.sources.pop(medium))
-        for source in stream.windows.values():  # who starts anew may have other layers
-            self.release(source)
-        stream.windows.clear()
+        lost = self._empty(stream.sources)
+        lost = self._empty(stream.windows) or lost
+        if lost:
+            self.limit(stream)
         if knowledge is Knowledge.CURRENT and not stream.is_store:
             for expected in stream.expecting:
                 if self._may_clear:  # else it fades
@@ -152,7 +173,17 @@ class Sources:
         stream.owed_s = float("inf")
         stream.epoch += 1
         stream.knowledge = knowledge
-        return len(stream.sources) < before
+        return lost
+
+    def _empty(self, numbers: dict[Any, int]) -> bool:
+        """Clear sources, and take those out that cannot be cleared now; return whether there were any."""
+        before = len(numbers)
+        for place, source in list(numbers.items()):
+            if self._may_clear:
+                self._index.clear(source)
+            else:
+                self._retire(numbers.pop(place))
+        return len(numbers) < before
 
     @property
     def _may_clear(self) -> bool:

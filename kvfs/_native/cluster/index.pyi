@@ -49,7 +49,8 @@ class ClusterIndex:
         `windows`: sources, MAX_WINDOWS at most, each with how many blocks it must hold one behind the other before a
         boundary, or all where there are fewer: those of a sliding window, or the one of a recurrent state. `runs`,
         `match` and `depths` then have the source up to the last boundary from which a prompt can go on, and the
-        windows themselves not at all. Raises InvalidRequest for more windows.
+        windows themselves not at all; so a source that is its own window counts nowhere. Raises InvalidRequest for more
+        windows.
         """
 
     # --- what is under way --------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ between releases and settings.
 Invariants:
 - A block whose key depends on more than tokens and weights (an adapter, an image, a salt), or whose parent is unknown,
   has no key here; it and what follows it are counted, and are misses. At most `max_blocks` are remembered.
-- A place has a block while all groups of layers that are there have it. vLLM, which says what its groups are, computes
-  blocks that it has where a window or a state before them is gone, and says of each copy that it comes and goes.
+- A place has a block while all groups of layers that are there have a copy of it.
 
 Concurrency: one thread.
 """
@@ -16,13 +15,29 @@ Concurrency: one thread.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final, NamedTuple
 
 from kvfs.errors import KvfsError
+from kvfs.events.block_copies import BlockCopies
 from kvfs.events.kv_events import BlockHash, BlockRemoved, BlockStored
 from kvfs.keys import HASH_BYTES, prefix_hashes
 from kvfs.limits import MAX_ENGINE_BLOCKS
 from kvfs.namespaces import Namespace
 from scheduler.conductor.sources import Place
+
+
+class Stored(NamedTuple):
+    """Keys of a place, one behind the other."""
+
+    keys: bytes
+    """Of blocks that it now has."""
+    parent: bytes | None
+    """Of the block before the first."""
+    gone: bytes
+    """Of blocks that it has not, as a group of layers has appeared there which lacks them."""
+
+
+NOTHING: Final = Stored(b"", None, b"")
 
 
 class EngineHashes:
@@ -37,8 +52,8 @@ class EngineHashes:
         self._max_blocks = max_blocks
         self._keys: dict[int, bytes] = {}
         """By the last 64 bits of the engine's hash, which is how others ask for it."""
-        self._copies: dict[Place, dict[int | None, dict[int, int]]] = {}
-        """By place and group of layers, of each hash."""
+        self._copies: dict[Place, dict[int | None, BlockCopies[int]]] = {}
+        """By place and group of layers."""
 
     def __len__(self) -> int:
         return sum(len(copies) for groups in self._copies.values() for copies in groups.values())
@@ -48,21 +63,21 @@ class EngineHashes:
         self._keys.clear()
         self._copies.clear()
 
-    def stored(self, place: Place, event: BlockStored) -> tuple[bytes, bytes | None]:
-        """Return the keys of blocks stored in a place, none of those without one, and the key before them."""
+    def stored(self, place: Place, event: BlockStored) -> Stored:
+        """Return what changes in a place by blocks that are stored there; those without a key are left out."""
         own, count = [last_64(each) for each in event.block_hashes], len(event.block_hashes)
         parent, fault = self._parent(event)
         if not fault and count + len(self) > self._max_blocks:
             fault = "engine_blocks_over_limit"
         if fault:
             self._counts[fault] += count
-            return b"", None
+            return NOTHING
         if place.window_blocks:
             # Of a stretch of tokens windows and recurrent layers keep some blocks, which hashes alone tell; those of
             # full attention have come with their tokens before.
             known = [hash for hash in own if hash in self._keys]
             self._counts["engine_blocks_malformed"] += count - len(known)
-            return self._put(place, event, known), None
+            return self._put(place, event, known, None)
         first = [self._weights, *[None] * (count - 1)] if parent is None and self._weights and count else None
         try:
             keys = prefix_hashes(self._namespace, event.token_ids, parent=parent, extra=first)
@@ -70,27 +85,30 @@ class EngineHashes:
             keys = b""
         if len(keys) != count * HASH_BYTES:
             self._counts["engine_blocks_malformed"] += count
-            return b"", None
+            return NOTHING
         split = (keys[at : at + HASH_BYTES] for at in range(0, len(keys), HASH_BYTES))
         self._keys.update(zip(own, split, strict=True))
-        return self._put(place, event, own), parent
+        return self._put(place, event, own, parent)
 
-    def _put(self, place: Place, event: BlockStored, hashes: list[int]) -> bytes:
-        """Count blocks of known keys in, and return the keys of those that the place now has."""
+    def _put(self, place: Place, event: BlockStored, hashes: list[int], parent: bytes | None) -> Stored:
+        """Count blocks of known keys in."""
         groups = self._copies.setdefault(place, {})
-        copies = groups.setdefault(event.group_idx, {})
-        for hash in hashes:
-            copies[hash] = 1 + (copies.get(hash, 0) if event.kv_cache_spec_kind is not None else 0)
-        return b"".join(self._keys[hash] for hash in hashes if all(hash in each for each in groups.values()))
+        others = [copies for group, copies in groups.items() if group != event.group_idx]
+        is_first = event.group_idx not in groups
+        own = groups.setdefault(event.group_idx, BlockCopies())
+        own.add(hashes, event)
+        shared = b"".join(self._keys[hash] for hash in hashes if all(hash in each for each in others))
+        lacked = {hash for each in others for hash in each.missing(own)} if is_first else ()
+        return Stored(shared, parent, b"".join(self._keys[hash] for hash in lacked))
 
     def removed(self, place: Place, event: BlockRemoved) -> bytes:
         """Return the keys of blocks that a place does not have any more."""
-        copies, gone = self._copies.get(place, {}).get(event.group_idx, {}), []
+        copies = self._copies.get(place, {}).get(event.group_idx)
+        if copies is None:
+            return b""
+        gone = []
         for hash in map(last_64, event.block_hashes):
-            left = copies.pop(hash, 0) - 1
-            if left > 0:
-                copies[hash] = left
-            elif left == 0:
+            if copies.remove(hash):
                 gone.append(self._keys[hash])
                 if not self._has(hash):
                     del self._keys[hash]

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from kvfs.events.event_streams import Engine, EventStreams, Missing
 from kvfs.events.kv_events import CHUNKS, GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, layers_of
 from kvfs.keys import HASH_BYTES
-from kvfs.limits import MAX_ENGINE_GROUPS
 from scheduler.conductor.feeds.engine_hashes import EngineHashes
 from scheduler.conductor.registry import Registry
 from scheduler.conductor.sources import Knowledge, Place, Stream, StreamName
@@ -63,6 +62,7 @@ class Feed:
         stream = self._registry.stream(StreamName(engine.topic, engine.rank))
         if stream is not None:
             self._clear(stream, Knowledge.UNKNOWN)
+            self._registry.forget_layers(stream)
         self.streams.drop(engine)
 
     def mute(self, engine: Engine) -> None:
@@ -92,7 +92,7 @@ class Feed:
         stream = self._registry.stream(StreamName(engine.topic, engine.rank))
         if stream is not None:
             self._clear(stream, Knowledge.CURRENT)
-            stream.groups.clear()
+            self._registry.forget_layers(stream)
             stream.began_s = self._clock()
 
     def lost(self, engine: Engine, batches: int) -> None:
@@ -114,12 +114,28 @@ class Feed:
             stream.knowledge = Knowledge.CURRENT
         if isinstance(event, AllBlocksCleared):
             self._clear(stream, Knowledge.CURRENT)
-        elif (place := _place(stream, event)) is None:
+        elif (place := self._place(stream, event)) is None:
             self._registry.counts["other_group_events"] += 1
         elif stream.is_store:
             self._of_store(stream, place, event)
         else:
             self._of_engine(stream, place, event)
+
+    def _place(self, stream: Stream, event: BlockStored | BlockRemoved) -> Place | None:
+        """Return where an event's blocks are, as their group of layers has said what it is; None for layers that read
+        nothing before a token, and for all but the first group where an engine does not say what it has.
+
+        None for chunks, too, whose length no event names: to ask for all of their blocks would find next to nothing.
+        """
+        group = event.group_idx or 0
+        if isinstance(event, BlockStored) and event.kv_cache_spec_kind is not None:
+            if event.kv_cache_spec_kind in CHUNKS:
+                return None
+            window_blocks = layers_of(event).window_blocks
+            if window_blocks != 0:
+                self._registry.layers_are(stream, group, window_blocks or 0)
+        known = stream.groups.get(group, None if group or stream.groups else 0)
+        return None if known is None else Place(event.medium or GPU, known)
 
     def _of_store(self, stream: Stream, place: Place, event: BlockStored | BlockRemoved) -> None:
         keys = [each for each in event.block_hashes if isinstance(each, bytes) and len(each) == HASH_BYTES]
@@ -134,7 +150,9 @@ class Feed:
     def _of_engine(self, stream: Stream, place: Place, event: BlockStored | BlockRemoved) -> None:
         hashes = self._hashes_of(stream)
         if isinstance(event, BlockStored):
-            keys, parent = hashes.stored(place, event)
+            keys, parent, gone = hashes.stored(place, event)
+            if gone:
+                self._registry.removed(stream, place, gone)
             if keys:
                 self._registry.stored(stream, place, keys, parent)
         else:
@@ -158,20 +176,3 @@ class Feed:
         if hashes is not None:
             hashes.clear()
         self._registry.cleared(stream, knowledge)
-
-
-def _place(stream: Stream, event: BlockStored | BlockRemoved) -> Place | None:
-    """Return where an event's blocks are, as their group of layers has said what it is; None for layers that read
-    nothing before a token, and for all but the first group where an engine does not say what it has.
-
-    None for chunks, too, whose length no event names: to ask for all of their blocks would find little of any prompt.
-    """
-    group = event.group_idx or 0
-    if isinstance(event, BlockStored) and event.kv_cache_spec_kind is not None:
-        if event.kv_cache_spec_kind in CHUNKS:
-            return None
-        layers = layers_of(event)
-        if layers.window_blocks != 0 and (group in stream.groups or len(stream.groups) < MAX_ENGINE_GROUPS):
-            stream.groups[group] = layers.window_blocks or 0
-    window_blocks = stream.groups.get(group, None if group or stream.groups else 0)
-    return None if window_blocks is None else Place(event.medium or GPU, window_blocks)

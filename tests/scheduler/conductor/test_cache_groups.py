@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfs import limits
+from kvfs._native.cluster.index import MAX_WINDOWS
+from kvfs.events.event_streams import Engine
 from kvfs.events.kv_events import CPU, GPU, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 from scheduler.conductor.values import Routed, RouteRequest
 from tests.scheduler.conductor.test_feed import Stand, message, stored
@@ -43,14 +45,17 @@ def stand_of(*events: KVEvent) -> Stand:
 
 @given(
     st.lists(st.sets(st.integers(0, BLOCKS - 1), max_size=3), min_size=4, max_size=4),
+    st.lists(st.integers(BLOCKS - 3, BLOCKS), min_size=2, max_size=2),
     st.permutations(range(4)),
     st.integers(1, 4),
 )
 def test_a_prefix_is_as_long_as_each_group_has_what_its_layers_read(
-    lost: list[set[int]], order: list[int], count: int
+    lost: list[set[int]], ends: list[int], order: list[int], count: int
 ) -> None:
-    groups, held = order[:count], [set(range(BLOCKS)) - each for each in lost]
-    events = [of_group(group) for group in groups]
+    """Those of full attention store the prompt up to different blocks."""
+    end = [ends[0], BLOCKS, BLOCKS, ends[1]]
+    groups, held = order[:count], [set(range(end[group])) - each for group, each in enumerate(lost)]
+    events = [of_group(group, 0, end[group]) for group in groups]
     gone = [removed(group, lost[group]) for group in groups]
     lengths = [n for n in range(BLOCKS + 1) if all(reads(group, n) <= held[group] for group in groups)]
     has_full = FULL in groups or ALSO_FULL in groups
@@ -92,11 +97,53 @@ def test_a_window_goes_on_from_a_block_that_full_attention_alone_has_and_says_la
     assert stand.conductor.counts["engine_blocks_without_parent"] == 0
 
 
-def test_caches_that_begin_anew_have_no_windows_of_before() -> None:
-    stand = stand_of(of_group(FULL), of_group(WINDOW), AllBlocksCleared(), of_group(FULL))
-    assert stand.held(PROMPT) == BLOCKS, "no window was said since"
-    stand.feed.receive(message("engine-a", 0, stored([*range(1, 4)], PROMPT[:48])))
-    assert stand.held(PROMPT) == 3, "it started anew, with layers of one kind"
+def test_layers_that_have_said_nothing_since_have_nothing() -> None:
+    """vLLM says of the first steps of a long prompt that its windows and states have kept no block."""
+    stand = stand_of(of_group(FULL))
+    assert stand.held(PROMPT) == BLOCKS, "there may be no other layers"
+    stand.feed.receive(message("engine-a", 1, of_group(WINDOW, 0, 0)))
+    assert stand.held(PROMPT) == 0
+    stand.feed.receive(message("engine-a", 2, of_group(WINDOW)))
+    assert stand.held(PROMPT) == BLOCKS
+    stand.feed.receive(message("engine-a", 3, AllBlocksCleared(), of_group(FULL)))
+    assert stand.held(PROMPT) == 0, "the window was cleared too"
+    stand.feed.receive(message("engine-a", 4, of_group(WINDOW, 0, 4)))
+    assert stand.held(PROMPT) == 4
+
+
+@pytest.mark.parametrize("end", ["restarted", "silent"])
+def test_an_engine_that_may_have_started_anew_may_have_other_layers(end: str) -> None:
+    stand = stand_of(of_group(WINDOW, group_idx=0), of_group(FULL, group_idx=1))
+    if end == "silent":
+        stand.feed.silent(Engine("engine-a", 0))
+    stand.feed.receive(message("engine-a", 0, stored([1, 2, 3], PROMPT[:48])))
+    assert stand.held(PROMPT) == 3
+
+
+def test_after_a_gap_windows_are_as_empty_as_full_attention() -> None:
+    stand = stand_of(of_group(FULL), of_group(WINDOW))
+    stand.feed.receive(message("engine-a", 5, of_group(FULL)))
+    stand.feed.replay_ended(Engine("engine-a", 0))
+    assert stand.held(PROMPT) == 0
+    stand.feed.receive(message("engine-a", 6, of_group(WINDOW)))
+    assert stand.held(PROMPT) == BLOCKS
+
+
+def test_full_attention_counts_nowhere_where_its_windows_get_no_number() -> None:
+    stand = stand_of(of_group(FULL))
+    stand.conductor.registry._sources._free.clear()
+    stand.feed.receive(message("engine-a", 1, of_group(WINDOW)))
+    assert stand.held(PROMPT) == 0
+    assert stand.conductor.counts["over_limit"] == BLOCKS
+
+
+def test_full_attention_counts_nowhere_beside_more_kinds_of_windows_than_are_followed() -> None:
+    windows = [
+        of_group(WINDOW, group_idx=10 + n, kv_cache_spec_sliding_window=(n + 1) * BLOCK_TOKENS + 1)
+        for n in range(MAX_WINDOWS + 1)
+    ]
+    assert stand_of(of_group(FULL), *windows[:-1]).held(PROMPT) == BLOCKS
+    assert stand_of(of_group(FULL), *windows).held(PROMPT) == 0
 
 
 def test_a_window_counts_in_its_own_medium() -> None:
@@ -147,7 +194,7 @@ def test_an_instance_that_goes_takes_its_windows_along() -> None:
     assert stand.held(PROMPT, "b") == BLOCKS
 
 
-@pytest.mark.parametrize("groups", [limits.MAX_ENGINE_GROUPS + 1])
-def test_groups_without_number_are_bounded(groups: int) -> None:
-    stand = stand_of(*(of_group(FULL, group_idx=group) for group in range(groups)))
+def test_groups_are_bounded() -> None:
+    stand = stand_of(*(of_group(FULL, group_idx=n) for n in range(limits.MAX_ENGINE_GROUPS + 1)))
+    assert stand.held(PROMPT) == BLOCKS
     assert stand.conductor.counts["other_group_events"] == 1

@@ -26,7 +26,7 @@ from kvfs.events.kv_events import (
 )
 from kvfs.keys import prefix_hashes
 from scheduler.conductor.conductor import Conductor
-from scheduler.conductor.feeds.engine_hashes import EngineHashes
+from scheduler.conductor.feeds.engine_hashes import NOTHING, EngineHashes
 from scheduler.conductor.feeds.feed import Feed
 from scheduler.conductor.feeds.probes import parse_metrics
 from scheduler.conductor.sources import Place, StreamName
@@ -123,9 +123,9 @@ def test_extra_keys_that_say_nothing_do_not_matter() -> None:
 def test_weights_begin_the_chain_of_an_engine() -> None:
     counts: Counter[str] = Counter()
     hashes = EngineHashes(NAMESPACE, "w", counts, max_blocks=3)
-    keys, parent = hashes.stored(Place(GPU), stored([1, 2], PROMPT[:32]))
+    keys, parent, _ = hashes.stored(Place(GPU), stored([1, 2], PROMPT[:32]))
     assert (keys, parent) == (prefix_hashes(NAMESPACE, PROMPT[:32], extra=[b"w\0", None]), None)
-    assert hashes.stored(Place(GPU), stored([3, 4], PROMPT[32:64], parent=2)) == (b"", None)
+    assert hashes.stored(Place(GPU), stored([3, 4], PROMPT[32:64], parent=2)) == NOTHING
     assert counts == {"engine_blocks_over_limit": 2}
     assert hashes.stored(Place(GPU), stored([3], PROMPT[32:48], parent=2))[1] == keys[16:]
 

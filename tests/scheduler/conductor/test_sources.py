@@ -39,7 +39,9 @@ def held(made: Conductor, prompt: list[int]) -> set[int]:
     return set(made.match(RouteRequest(model="m", tokens=prompt)).values())
 
 
-def test_all_streams_may_be_cleared_and_come_again_before_anything_is_swept() -> None:
+@pytest.mark.parametrize("window_blocks", [0, 3])
+def test_all_streams_may_be_cleared_and_come_again_before_anything_is_swept(window_blocks: int) -> None:
+    """Without and with a window beside full attention, which has to go on as far."""
     names = [f"i{n}" for n in range(100)]
     made = conductor(Clock(), *map(instance, names))
     prompt = list(range(640))
@@ -49,6 +51,10 @@ def test_all_streams_may_be_cleared_and_come_again_before_anything_is_swept() ->
             stream = made.registry.stream(StreamName(f"engine-{name}", 0))
             assert stream is not None
             made.registry.stored(stream, Place(GPU), hashes, None)
+            if window_blocks:
+                made.registry.layers_are(stream, 1, window_blocks)
+                assert made.match(RouteRequest(model="m", tokens=prompt))[name] == 0
+                made.registry.stored(stream, Place(GPU, window_blocks), hashes, None)
         assert held(made, prompt) == {640}
         for stream in made.registry.streams():
             made.registry.cleared(stream, Knowledge.UNKNOWN)
