@@ -94,10 +94,10 @@ class _RawBatch(msgspec.Struct, array_like=True):
 
 encode_batch: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(_RawBatch).decode
+# Names of vLLM's KVCacheSpecKind.
 _WINDOWS: Final = frozenset(("sliding_window", "sliding_window_mla"))
 _STATES: Final = frozenset(("mamba",))
 CHUNKS: Final = frozenset(("chunked_local_attention",))
-"""Names of vLLM's KVCacheSpecKind."""
 
 
 def layers_of(event: BlockStored) -> Group:

@@ -90,7 +90,8 @@ REPLAY_WAIT_S: Final = 10.0
 MAX_ENGINE_STREAMS: Final = 1_024
 """Engines, or data-parallel ranks of engines, whose events are followed."""
 MAX_ENGINE_BLOCKS: Final = 1 << 20
-"""Blocks of one engine that are remembered, about 100 bytes each: 16 million tokens of GPU memory in blocks of 16."""
+"""Blocks of one engine that are remembered, about 100 bytes each: 16 million tokens of GPU memory in blocks of 16. One
+of several groups of layers counts once for each."""
 
 # --- other machines --------------------------------------------------------------------------------------
 MAX_PEERS: Final = 16

@@ -24,7 +24,8 @@ DEFERRED_FORGOTTEN_S: Final = 120.0
 
 # --- the Conductor ---------------------------------------------------------------------------------------
 MAX_CONDUCTOR_INSTANCES: Final = 256
-"""Instances of one Conductor: with the tiers of their stores they stay within MAX_BLOCK_SOURCES."""
+"""Instances of one Conductor: with the tiers of their stores they stay within MAX_BLOCK_SOURCES. Of engines whose
+layers have several caches there are fewer: each kind of window takes a source."""
 MAX_ENGINE_GROUPS: Final = 64
 """Groups of layers with a cache of their own that an engine's events speak of: Gemma 3 has six."""
 MAX_BLOCK_SOURCES: Final = 1_024

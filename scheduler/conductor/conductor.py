@@ -367,6 +367,10 @@ class Conductor:
                     "blocks": {
                         medium: self._index.source_blocks(source) for medium, source in stream.sources.items()
                     },
+                    "windows": [
+                        [*place, self._index.source_blocks(source)]
+                        for place, source in stream.windows.items()
+                    ],
                 }
                 for stream in self.registry.streams()
             ],

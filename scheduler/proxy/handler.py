@@ -53,9 +53,9 @@ _PASSED = frozenset(
         *(b"/tokenize", b"/detokenize", b"/tokenizer_info", b"/version"),
     )
 )
-"""Of what vLLM 0.32 serves, all that answers a client without changing an engine."""
-_STORED = re.compile(rb"/v1/responses/(?!render$)[\w.-]+(?:/cancel)?")
-"""One answer that an engine has kept (OpenAI's Responses)."""
+"""What vLLM 0.32 serves to clients beside completions."""
+_KEPT = re.compile(rb"/v1/responses/(?!render$)[\w.-]+(?:/cancel)?")
+"""Names a response that an engine has kept (OpenAI's Responses)."""
 _METHODS = frozenset(("GET", "POST"))
 _MAX_REQUEST_ID_BYTES = 128
 _METRICS = [("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)]
@@ -150,8 +150,8 @@ class Handler:
         if path == b"/metrics":
             await exchange.respond(200, _METRICS, self._metrics())
             return
-        lists, stored = is_list(path), _STORED.fullmatch(path) is not None
-        if path not in _COMPLETIONS and path not in _PASSED and not lists and not stored:
+        lists, kept = is_list(path), _KEPT.fullmatch(path) is not None
+        if path not in _COMPLETIONS and path not in _PASSED and not lists and not kept:
             raise Failure(404, f"{path.decode('latin-1')} is not served", code="unknown_url")
         wanted = ("POST",) if path in _COMPLETIONS else ("GET",) if lists else _METHODS
         if exchange.head.method not in wanted:
@@ -168,8 +168,8 @@ class Handler:
                     await self._complete(exchange, body, held)
                 elif lists:
                     await self._list_models(exchange, path)
-                elif stored:
-                    await self._pass_to_holder(exchange, body)
+                elif kept:
+                    await self._pass_to_keeper(exchange, body)
                 else:
                     await self._pass(exchange, body)
             finally:
@@ -265,31 +265,42 @@ class Handler:
                     raise Failure(502, f"engine {engine.name}: {error}") from None
         raise Failure(503, f"engines failed: {', '.join(failed) or 'none answers'}", retry_after_s=1)
 
-    async def _pass_to_holder(self, exchange: Exchange, body: Buffer) -> None:
-        """Pass on what is asked of one kept answer to the engine that has it: each is asked, until one does not say
-        404. Raises Failure, BadBody."""
+    async def _pass_to_keeper(self, exchange: Exchange, body: Buffer) -> None:
+        """Pass on what is asked of a kept response to the engine that has it: each is asked, until one does. Raises
+        Failure, BadBody."""
         _, body = passed(body, _content_type(exchange))
+        failed = [engine.name for engine in self._engines if engine.down]
         for engine in [each for each in self._engines if not each.down]:
             try:
-                status = await self._pass_to(exchange, body, engine, unless=404)
+                status = await self._pass_to(exchange, body, engine, only_if_kept=True)
             except EngineFailed as error:
                 if not error.alive:
                     self._engines.suspect(engine, str(error))
+                self._counts.events["failed_legs"] += 1
                 if exchange.answered:
                     raise Failure(502, f"engine {engine.name}: {error}") from None
-            else:
-                if status != 404:
-                    self._counts.end(status)
-                    return
-        raise Failure(404, "no engine that answers has this response")
+                status = 500
+            if status < 500 and status != 404:
+                self._counts.end(status)
+                return
+            if status != 404:
+                failed.append(engine.name)
+        if failed:
+            raise Failure(
+                503, f"engines that may have it do not answer: {', '.join(failed)}", retry_after_s=1
+            )
+        raise Failure(404, "no engine has this response")
 
-    async def _pass_to(self, exchange: Exchange, body: Buffer, engine: Engine, unless: int = 0) -> int:
-        """Return the status of the answer, which is passed on unless it has the given one. Raises EngineFailed."""
+    async def _pass_to(
+        self, exchange: Exchange, body: Buffer, engine: Engine, *, only_if_kept: bool = False
+    ) -> int:
+        """Return the status of the answer, which is passed on unless it says that the engine has not got what it was to
+        have kept, or failed at it. Raises EngineFailed."""
         head = exchange.head
         async with engine.ask(head.method, head.target, self._headers(exchange), body) as answer:
-            if answer.status == unless:
+            if only_if_kept and (answer.status == 404 or answer.status >= 500):
                 await answer.read_all()
-                return unless
+                return answer.status
             data = await answer.read()
             if answer.status >= 400:
                 while len(data) < limits.PROXY_BODY_PIECE_BYTES and (piece := await answer.read()):

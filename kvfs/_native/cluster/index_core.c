@@ -209,7 +209,8 @@ uint64_t kvfs_cluster_source_blocks(const struct kvfs_cluster *c, uint32_t sourc
 }
 
 uint64_t kvfs_cluster_bytes(const struct kvfs_cluster *c) {
-    return sizeof *c + kvfs_segments_bytes(&c->pool) + (sizeof(void *) << c->depth) + kvfs_sets_bytes(&c->sets);
+    return sizeof *c + kvfs_segments_bytes(&c->pool) + (sizeof(void *) << c->depth) + kvfs_sets_bytes(&c->sets) +
+           c->windows.room * sizeof *c->windows.at;
 }
 
 /* --- changes ------------------------------------------------------------------------------------------------------ */

@@ -2,8 +2,8 @@
  * layers with sliding windows and recurrent layers have blocks of their own, each kind in a source of its own.
  *
  * A prompt goes on from a boundary if the source itself has all blocks before it and each of its windows has the last
- * `blocks` of them, or all where there are fewer. Who has them at one place of a run, and not at its end, does not have
- * them since long enough: so it is the ends of runs that are looked at.
+ * `blocks` of them, or all where there are fewer. The same hold all blocks of a run, so that its last boundary is the best
+ * of it: the ends of runs alone are looked at.
  *
  * Invariants: a window holds nothing for a prompt by itself, and is in no run that is returned. Costs: sources with
  * windows x runs. Concurrency: none.

@@ -14,7 +14,7 @@ struct kvfs_windows {
 int kvfs_windows_set(struct kvfs_windows *w, uint32_t source, const struct kvfs_window *given, size_t count);
 /* Take every source with windows out of the runs behind the last one at whose end it can be used. */
 void kvfs_windows_limit(const struct kvfs_windows *w, struct kvfs_runs *runs);
-/* As kvfs_cluster_match and kvfs_cluster_depths do, of runs. */
+/* Write what kvfs_cluster_match and kvfs_cluster_depths do, from runs. */
 size_t kvfs_runs_match(const struct kvfs_runs *runs, struct kvfs_depth depths[KVFS_CLUSTER_SOURCES]);
 void kvfs_runs_depths(const struct kvfs_runs *runs, const uint64_t *masks, size_t mask_count, uint64_t *depths);
 

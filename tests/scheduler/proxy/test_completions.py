@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvfs import limits
+from scheduler.proxy.handler import _PASSED
 from tests.support.stub_engines import PROMPT, WORDS, Stand, proxy_stand
 from tests.support.waits import until
 
@@ -123,7 +124,7 @@ async def test_other_paths_are_passed_on_and_administration_is_not() -> None:
 
 
 async def test_a_kept_answer_is_looked_for_at_each_engine() -> None:
-    """Whichever has it answers; one that fails is passed over, and what nobody has is 404."""
+    """Whichever has it answers. What nobody has is 404, and 503 while one that may have it does not answer."""
     async with proxy_stand("both", "both", "both") as stand:
         stand.engines[0].keeps_answers = False
         for method, path in (("GET", "/v1/responses/r1"), ("POST", "/v1/responses/r1/cancel")):
@@ -133,7 +134,7 @@ async def test_a_kept_answer_is_looked_for_at_each_engine() -> None:
         assert (await stand.ask("/v1/responses/r1", method="GET")).status == 200
         stand.engines[2].keeps_answers = False
         refused = await stand.ask("/v1/responses/r1", method="GET")
-        assert (refused.status, refused.json()["error"]["type"]) == (404, "not_found_error")
+        assert (refused.status, refused.headers[b"retry-after"]) == (503, b"1")
         asked = [[each.path for each in engine.asked] for engine in stand.engines]
         assert asked[0] == ["/v1/responses/r1", "/v1/responses/r1/cancel", *["/v1/responses/r1"] * 2]
         for path in (
@@ -144,6 +145,21 @@ async def test_a_kept_answer_is_looked_for_at_each_engine() -> None:
         ):
             assert (await stand.ask(path, method="GET")).status == 404
         assert [[each.path for each in engine.asked] for engine in stand.engines] == asked
+
+
+async def test_a_response_that_no_engine_has_is_not_found() -> None:
+    async with proxy_stand("both", "both") as stand:
+        for engine in stand.engines:
+            engine.keeps_answers = False
+        refused = await stand.ask("/v1/responses/r1", method="GET")
+        assert (refused.status, refused.json()["error"]["type"]) == (404, "not_found_error")
+
+
+@pytest.mark.parametrize("path", sorted(_PASSED))
+async def test_what_engines_serve_beside_completions_is_passed_on(path: bytes) -> None:
+    async with proxy_stand() as stand:
+        assert (await stand.ask(path.decode(), {"input": "p"})).status == 200
+        assert [each.path for each in stand.engines[0].asked] == [path.decode()]
 
 
 async def test_bearer_tokens_are_passed_on_or_checked() -> None:
