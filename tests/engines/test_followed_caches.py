@@ -48,6 +48,12 @@ class Follower:
         with urllib.request.urlopen(f"{self._url}/v1/match", body, timeout=60) as answer:
             return int(json.load(answer)["instances"]["engine"])
 
+    def blocks(self) -> tuple[int, list[int]]:
+        """Return how many blocks the engine has of full attention, and of each other kind of layers."""
+        with urllib.request.urlopen(f"{self._url}/v1/instances", timeout=60) as answer:
+            [stream] = json.load(answer)["streams"]
+        return stream["blocks"]["GPU"], [count for _, _, count in stream["windows"]]
+
 
 @pytest.fixture
 def follower(tmp_path: Path) -> Iterator[Follower]:
@@ -119,3 +125,7 @@ def test_what_is_predicted_is_what_the_engine_finds(follower: Follower, engine: 
         )
     assert [predicted for predicted, _ in found] == [cached for _, cached in found]
     assert 10 < sum(cached > 0 for _, cached in found) < 55, found
+    full, others = follower.blocks()
+    assert [count for count in others if 0 < count < full], (
+        "other layers have fewer, and decide where a prompt goes on"
+    )

@@ -281,7 +281,7 @@ def test_a_prompt_goes_on_from_where_windows_and_states_are_there() -> None:
     index.add(1, hashes)
     index.add(2, HEAP[3] + HEAP[8])
     assert (index.runs(hashes), index.match(hashes)) == (((1, 9, None),), [(0, 9)])
-    index.remove(1, HEAP[7])  # the window has let go of what the later boundary needs
+    index.remove(1, HEAP[7])  # what the later boundary needs of the window
     assert (index.match(hashes), index.depths(hashes, [1, 2, 7])) == ([(0, 4)], [4, 0, 4])
     index.remove(1, b"".join(HEAP[:2]))
     assert index.match(hashes) == [(0, 4)]

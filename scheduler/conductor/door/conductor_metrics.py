@@ -33,7 +33,7 @@ _COUNTS = {
     "unregistered_batches": "Batches of topics that no instance is registered for.",
     "predicted_tokens": "Cached tokens that were predicted for answers which report them.",
     "cached_tokens": "Cached tokens that these answers report.",
-    "over_limit": "Blocks that the index had no room for.",
+    "over_limit": "Blocks that the index had no room or no source for.",
 }
 _INSTANCE = {
     "queued": "Prefills that wait.",
