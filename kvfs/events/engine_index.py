@@ -12,8 +12,9 @@ Concurrency: plain state for one thread, without a clock.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvfs.events.block_copies import BlockCopies
@@ -39,6 +40,7 @@ class _Held:
     """What an engine has in one place."""
 
     group: Group
+    block_tokens: int = 1
     copies: BlockCopies[BlockHash] = field(default_factory=BlockCopies)
 
 
@@ -64,15 +66,25 @@ class EngineIndex:
 
     def match(self, engine: Engine, blocks: list[BlockHash], medium: str = GPU) -> int:
         """Return how many of these blocks, from the first on, an engine can go on from: each of its groups has what its
-        layers read."""
+        layers read.
+
+        `blocks` are the smallest that a group has. One of another group has as many tokens as some of them, and the
+        hash of the last; an engine goes on where a block of each group ends.
+        """
         groups = [held for (where, _), held in self._places.get(engine, {}).items() if where == medium]
+        smallest = min((held.block_tokens for held in groups), default=1)
+        if not groups or any(held.block_tokens % smallest for held in groups):
+            return 0
+        sizes = [held.block_tokens // smallest for held in groups]
+        step = math.lcm(*sizes)
+        layers = [replace(held.group, stride=step // size) for held, size in zip(groups, sizes, strict=True)]
 
         def present(group: int, first: int, last: int) -> list[bool]:
-            return [block in groups[group].copies for block in blocks[first:last]]
+            size = sizes[group]
+            ends = blocks[(first + 1) * size - 1 : last * size : size]
+            return [block in groups[group].copies for block in ends]
 
-        if not groups:
-            return 0
-        return longest_prefix([held.group for held in groups], 0, len(blocks), present).boundary
+        return longest_prefix(layers, 0, len(blocks) // step, present).boundary * step
 
     def status(self) -> dict[str, Any]:
         """Return counters and streams, as JSON values."""
@@ -130,7 +142,7 @@ class EngineIndex:
         self._over_limit += max(len(event.block_hashes) - room, 0)
         if blocks := event.block_hashes[: max(room, 0)]:
             held = places.setdefault(_place(event), _Held(Group()))
-            held.group = layers_of(event)
+            held.group, held.block_tokens = layers_of(event), max(event.block_size, 1)
             held.copies.add(blocks, event)
 
 

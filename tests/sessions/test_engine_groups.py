@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvfs.events.engine_index import EngineIndex
 from kvfs.events.event_streams import Engine
@@ -62,6 +65,41 @@ def test_a_prefix_is_as_long_as_each_group_has_what_its_layers_read(
         ]
     lengths = [n for n in range(11) if all(reads(group, n) <= held[group] for group in groups)]
     assert index_of(*events).match(ENGINE, list(range(10))) == max(lengths)
+
+
+@given(
+    st.lists(st.sampled_from([1, 2, 3]), min_size=4, max_size=4),
+    st.lists(st.sets(st.integers(0, 11), max_size=3), min_size=4, max_size=4),
+    st.sets(st.integers(0, 3), min_size=1),
+)
+def test_blocks_of_different_sizes_end_together_where_an_engine_goes_on(
+    sizes: list[int], lost: list[set[int]], groups: set[int]
+) -> None:
+    """A group's block n is of so many small ones, and has the hash of the last of them."""
+    events: list[KVEvent] = []
+    held: dict[int, set[int]] = {}
+    for group in sorted(groups):
+        size = sizes[group]
+        held[group] = set(range(12 // size)) - lost[group]
+        window = KINDS[group][1] and 3 * size * BLOCK + 1
+        ends = [(n + 1) * size - 1 for n in range(12 // size)]
+        event = replace(stored(group, ends), block_size=size * BLOCK, kv_cache_spec_sliding_window=window)
+        events += [
+            event,
+            BlockRemoved([ends[n] for n in range(12 // size) if n in lost[group]], GPU, group_idx=group),
+        ]
+    smallest = min(sizes[group] for group in groups)
+    if any(sizes[group] % smallest for group in groups):
+        return
+    # The small blocks are those of the smallest group.
+    hashes = list(range(smallest - 1, 12, smallest))
+    step = math.lcm(*(sizes[group] for group in groups))
+    lengths = [
+        end
+        for end in range(0, 13, step)
+        if all(reads(group, end // sizes[group]) <= held[group] for group in groups)
+    ]
+    assert index_of(*events).match(ENGINE, hashes) == max(lengths) // smallest
 
 
 def test_groups_of_another_medium_are_not_asked() -> None:
