@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvfs.events.engine_index import EngineIndex
 from kvfs.events.event_streams import Engine
-from kvfs.events.kv_events import CPU, GPU, BlockRemoved, BlockStored, KVEvent
+from kvfs.events.kv_events import CPU, GPU, BlockHash, BlockRemoved, BlockStored, KVEvent
 from tests.support.kv_events import TOPIC, message
 
 ENGINE = Engine(TOPIC, 0)
@@ -92,7 +92,7 @@ def test_blocks_of_different_sizes_end_together_where_an_engine_goes_on(
     if any(sizes[group] % smallest for group in groups):
         return
     # The small blocks are those of the smallest group.
-    hashes = list(range(smallest - 1, 12, smallest))
+    hashes: list[BlockHash] = [*range(smallest - 1, 12, smallest)]
     step = math.lcm(*(sizes[group] for group in groups))
     lengths = [
         end
