@@ -71,12 +71,12 @@ def route_http(seconds: float) -> Result:
     with (
         tempfile.TemporaryDirectory(prefix="kvfs-bench-") as name,
         idle_engine() as engine,
-        _conductor() as (process, url),
+        running_conductor() as (process, url),
     ):
         script = Path(name) / "route.lua"
         script.write_text(_SCRIPT.format(bodies=",\n".join(f"'{body}'" for body in _bodies())))
         for number in range(INSTANCES):
-            _post(f"{url}/v1/instances", _instance(number, engine))
+            _post(f"{url}/v1/instances", instance(number, engine))
         rates, walls = [], []
         for _ in range(TURNS):
             before, before_s = _routed(url), _cpu_s(process.pid)
@@ -95,10 +95,10 @@ def route_http(seconds: float) -> Result:
 
 def watched_256(seconds: float) -> Result:
     """Measure the share of a core that 256 instances take which no request goes to."""
-    with child("bench.stub_engine") as (_, port), _conductor() as (process, url):
+    with child("bench.stub_engine") as (_, port), running_conductor() as (process, url):
         alone = _share(process.pid, seconds)
         for number in range(WATCHED):
-            _post(f"{url}/v1/instances", _instance(number, f"http://127.0.0.1:{port}"))
+            _post(f"{url}/v1/instances", instance(number, f"http://127.0.0.1:{port}"))
         sleep(SETTLE_S)
         return Result("conductor.watched_256", _share(process.pid, seconds), "%", alone)
 
@@ -124,7 +124,8 @@ def _bodies() -> list[str]:
     ]
 
 
-def _instance(number: int, url: str) -> dict[str, Any]:
+def instance(number: int, url: str) -> dict[str, Any]:
+    """Return an instance as a Conductor is told of it."""
     return {
         "name": f"i{number}",
         "url": url,
@@ -187,9 +188,10 @@ def idle_engine() -> Iterator[str]:
 
 
 @contextmanager
-def _conductor() -> Iterator[tuple[subprocess.Popen[str], str]]:
+def running_conductor(*arguments: str, events: str = "*") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a Conductor's process, which listens for events at a port; yield it and its door once it answers."""
     command = [sys.executable, "-m", "kvfs", "conductor", "run", "--log-level", "error"]
-    command += ["--listen", "127.0.0.1:0", "--events", "tcp://127.0.0.1:*"]
+    command += ["--listen", "127.0.0.1:0", "--events", f"tcp://127.0.0.1:{events}", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

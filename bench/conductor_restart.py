@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from urllib.request import urlopen
 
 import trio
 
+from bench.conductor_http import instance, running_conductor
 from bench.conductor_queries import NAMESPACE
 from bench.measure import Result
 from bench.ports import free_ports
@@ -80,12 +80,9 @@ def _engine(number: int, events: int, replays: int) -> Publisher:
 
 def _instance(number: int, replays: int) -> dict[str, Any]:
     return {
-        "name": f"i{number}",
-        "url": "http://127.0.0.1:1",
+        **instance(number, "http://127.0.0.1:1"),
         "routable": False,
-        "model": "m",
         "namespace": NAMESPACE.as_mapping(),
-        "engine_topic": f"engine-{number}",
         "engine_replay": f"tcp://127.0.0.1:{replays}",
     }
 
@@ -114,33 +111,16 @@ def _answering(publishers: list[Publisher]) -> Iterator[None]:
 
 def _start(events: int, instances: Path) -> tuple[float, float]:
     """Return after how many seconds a new Conductor answers, and after how many it knows all blocks."""
-    command = [sys.executable, "-m", "kvfs", "conductor", "run", "--log-level", "error"]
-    command += [
-        "--listen",
-        "127.0.0.1:0",
-        "--events",
-        f"tcp://127.0.0.1:{events}",
-        "--instances",
-        str(instances),
-    ]
     began_s = perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().split()[-1]
-            while process.stdout.readline().strip() != "ready":
-                assert process.poll() is None
-            answers_s = perf_counter() - began_s
-            while (known := _blocks(url)) < BLOCKS:
-                if perf_counter() > began_s + LONGEST_S:
-                    raise RuntimeError(
-                        f"bench: after {LONGEST_S:.0f} s the Conductor knows {known} blocks of {BLOCKS}"
-                    )
-                sleep(LOOK_S)
-            return answers_s, perf_counter() - began_s
-        finally:
-            process.terminate()
-            process.wait()
+    with running_conductor("--instances", str(instances), events=str(events)) as (_, url):
+        answers_s = perf_counter() - began_s
+        while (known := _blocks(url)) < BLOCKS:
+            if perf_counter() > began_s + LONGEST_S:
+                raise RuntimeError(
+                    f"bench: after {LONGEST_S:.0f} s the Conductor knows {known} blocks of {BLOCKS}"
+                )
+            sleep(LOOK_S)
+        return answers_s, perf_counter() - began_s
 
 
 def _blocks(url: str) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -103,9 +104,15 @@ CHUNKS: Final = frozenset(("chunked_local_attention",))
 def layers_of(event: BlockStored) -> Group:
     """Return what the layers of an event's blocks read of a prefix: everything, where it does not say what they are, or
     says too little, as of chunked local attention, whose chunks have a length that no event names."""
-    if event.kv_cache_spec_kind in _WINDOWS and event.kv_cache_spec_sliding_window:
-        return Group.of_window(event.kv_cache_spec_sliding_window, max(event.block_size, 1))
-    return Group.of_state() if event.kv_cache_spec_kind in _STATES else Group()
+    return _layers(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, max(event.block_size, 1))
+
+
+@lru_cache(maxsize=256)
+def _layers(kind: str | None, window_tokens: int | None, block_tokens: int) -> Group:
+    """Return the group of layers that a kind names. Each event asks, and engines name few."""
+    if kind in _WINDOWS and window_tokens:
+        return Group.of_window(window_tokens, block_tokens)
+    return Group.of_state() if kind in _STATES else Group()
 
 
 _KINDS: Final[dict[str, type[KVEvent]]] = {

@@ -258,12 +258,16 @@ class Handler:
                 return
             except EngineFailed as error:
                 failed.append(engine.name)
-                if not error.alive:
-                    self._engines.suspect(engine, str(error))
-                self._counts.events["failed_legs"] += 1
-                if exchange.answered:
-                    raise Failure(502, f"engine {engine.name}: {error}") from None
+                self._engine_failed(exchange, engine, error)
         raise Failure(503, f"engines failed: {', '.join(failed) or 'none answers'}", retry_after_s=1)
+
+    def _engine_failed(self, exchange: Exchange, engine: Engine, error: EngineFailed) -> None:
+        """Note that an engine failed at what was passed on to it. Raises Failure where its answer has begun."""
+        if not error.alive:
+            self._engines.suspect(engine, str(error))
+        self._counts.events["failed_legs"] += 1
+        if exchange.answered:
+            raise Failure(502, f"engine {engine.name}: {error}") from None
 
     async def _pass_to_keeper(self, exchange: Exchange, body: Buffer) -> None:
         """Pass on what is asked of a kept response to the engine that has it: each is asked, until one does. Raises
@@ -274,11 +278,7 @@ class Handler:
             try:
                 status = await self._pass_to(exchange, body, engine, only_if_kept=True)
             except EngineFailed as error:
-                if not error.alive:
-                    self._engines.suspect(engine, str(error))
-                self._counts.events["failed_legs"] += 1
-                if exchange.answered:
-                    raise Failure(502, f"engine {engine.name}: {error}") from None
+                self._engine_failed(exchange, engine, error)
                 status = 500
             if status < 500 and status != 404:
                 self._counts.end(status)
