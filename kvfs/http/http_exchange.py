@@ -107,6 +107,7 @@ class Exchange:
         self._pace: Pace | None = None
         self._in_chunks = False
         self._scope = scope
+        self._lingers_until_s = 0.0
         self.abandoned = False
         self.whole = False
         """Whether all of the answer is on its way: a client may close then, before it has seen the framing's end."""
@@ -159,12 +160,21 @@ class Exchange:
         self._transport.give_up()
 
     def abandon(self) -> None:
-        """Cancel the connection's task: the client is gone, unless it went with the whole answer."""
+        """Cancel the connection's task, at once or when it has lingered: the client is gone, unless it went with the
+        whole answer."""
         if self.whole:
             return
         self.abandoned = True
-        if self._scope is not None:
+        if self._scope is None:
+            return
+        if self._lingers_until_s > trio.current_time():
+            self._scope.deadline = self._lingers_until_s
+        else:
             self._scope.cancel()
+
+    def linger(self, timeout_s: float) -> None:
+        """Have the work outlive its client for so long from now on."""
+        self._lingers_until_s = trio.current_time() + timeout_s
 
     def probe(self) -> bool:
         """Send from another task what the client passes over, which its socket resets if it is closed.

@@ -12,6 +12,8 @@ Invariants:
   error event ends the answer then.
 - Every request that was routed ends with one `done` or `cancel`. A client that goes away cancels the task: the
   connections to the engines close, which ends their work.
+- By NIXL an engine that has prefilled keeps the blocks until the decode engine, once it has the request, reads them or
+  gives them up. So a client that goes away between the legs is lingered for: the decode leg begins, and is closed then.
 
 Concurrency: one task for each request, two where legs run at once.
 """
@@ -222,6 +224,8 @@ class Legs:
         body = prefill_body(request.members, handover.prefill(self._kind))
         try:
             async with engine.ask("POST", request.target, request.headers, body) as answer:
+                if self._kind == "nixl":
+                    request.exchange.linger(limits.PROXY_LINGER_S)
                 data = await answer.read_all(request.count)
         except EngineFailed as error:
             return self._prefill_failed(pair, str(self._failed(request, engine, error)))

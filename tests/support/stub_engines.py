@@ -130,6 +130,8 @@ class StubEngine:
         self.tokens: Callable[[dict[str, Any]], list[int]] = lambda body: list(range(1000))
         self.go = trio.Event()
         """What a behaviour with a pause waits for."""
+        self.began = trio.Event()
+        """Set when the head of an answer is sent by `pause_after_the_head`."""
         self.certificate: Certificate | None = None
         self.host = "127.0.0.1"
         self._held = HeldPort()
@@ -322,6 +324,14 @@ class StubEngine:
         await self.go.wait()
         return await self.well(stream, asked)
 
+    async def pause_after_the_head(self, stream: trio.SocketStream, asked: Asked) -> bool:
+        body = self.whole(asked)
+        await stream.send_all(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body))
+        self.began.set()
+        await self.go.wait()
+        await stream.send_all(body)
+        return True
+
     async def pause_inside(self, stream: trio.SocketStream, asked: Asked) -> bool:
         await begin_stream(stream)
         events = self.events(asked)
@@ -391,6 +401,7 @@ BEHAVIOURS: dict[str, Callable[[StubEngine, trio.SocketStream, Asked], Any]] = {
             "die_after",
             "joined",
             "pause",
+            "pause_after_the_head",
             "pause_inside",
             "cut",
             "garbage",

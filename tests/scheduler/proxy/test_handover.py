@@ -16,6 +16,7 @@ from kvfs.cli.proxy_command import proxy_options
 from kvfs.config.load import load
 from kvfs.config.settings import HandOver
 from kvfs.errors import ConfigError
+from kvfs.http.http_exchange import Exchange
 from kvfs.http.server_place import Place, place_of
 from kvfs.limits import PREFILL_LEG_TOKENS
 from scheduler.conductor.conductor import Conductor
@@ -56,6 +57,48 @@ async def test_nixl_passes_the_blocks_places_on() -> None:
             "remote_port": None,
         }
         assert decode["kv_transfer_params"] == NIXL
+
+
+def note_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> trio.Event:
+    """Return what is set as soon as a method of any exchange was called."""
+    called = trio.Event()
+    method = getattr(Exchange, name)
+
+    def noting(exchange: Exchange, *arguments: Any) -> None:
+        method(exchange, *arguments)
+        called.set()
+
+    monkeypatch.setattr(Exchange, name, noting)
+    return called
+
+
+LEFT_BETWEEN: list[tuple[HandOver, bool]] = [("store", False), ("nixl", True), ("nixl", False)]
+
+
+@pytest.mark.parametrize(("hand_over", "ends"), LEFT_BETWEEN)
+async def test_blocks_that_wait_for_a_client_that_left_are_given_up(
+    hand_over: HandOver, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that has prefilled for NIXL keeps them until the decode engine speaks of them: it is sent the request,
+    if the prefill leg `ends` in time. By the store nothing waits, and there is no decode leg."""
+    left, lingers = note_calls(monkeypatch, "abandon"), note_calls(monkeypatch, "linger")
+    if ends:
+        monkeypatch.setattr(limits, "PROXY_LINGER_S", 2 * WAIT_S)
+    async with proxy_stand("prefill", "decode", hand_over=hand_over) as stand:
+        prefill, decode = stand.engines
+        prefill.prefill_params, prefill.behaviour, decode.behaviour = NIXL, "pause_after_the_head", "pause"
+        asker = await stand.asker()
+        await asker.send("/v1/completions", {"prompt": PROMPT})
+        await (lingers if hand_over == "nixl" else prefill.began).wait()
+        await trio.aclose_forcefully(asker.stream)
+        await left.wait()
+        if ends:
+            prefill.go.set()
+            await until(lambda: bool(decode.completions))
+            assert decode.completions[0].body["kv_transfer_params"] == NIXL
+        else:
+            await until(prefill.completions[0].gone.is_set)
+            assert not decode.completions
 
 
 async def test_the_store_s_connector_names_its_last_block() -> None:
