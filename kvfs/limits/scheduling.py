@@ -224,7 +224,7 @@ PROXY_RETRIES: Final = 2
 """How often a request goes to another engine: one that kills engines shall not reach all of them."""
 PROXY_LINGER_S: Final = 1.0
 """How long the decode leg of a client that is gone may take from the end of its prefill leg, where the engine that
-prefilled keeps the blocks for it: the decode engine has the request by then, and gives the blocks up as it is closed."""
+prefilled keeps the blocks for it: the decode engine has the request by then, and gives them up as it is closed."""
 MODEL_LIST_WAIT_S: Final = 2.0
 """How long an engine may take to list its models for a client: it has the list in memory."""
 MODEL_LISTS_ASKED: Final = 32
