@@ -291,6 +291,7 @@ def test_a_truncation_that_is_refused_changes_nothing(service: Service) -> None:
     for size_bytes in (3_000_000, 300_000, 30_000):
         (bucket / str(size_bytes)).mkdir()
         made.append(fill_up(bucket / str(size_bytes), size_bytes))
+    assert all(made[:2])
     made[1][0].unlink()
     for path in made[2][:1]:
         path.unlink()
