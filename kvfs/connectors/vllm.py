@@ -58,6 +58,7 @@ from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step
 from kvfs.connectors.vllm_weights import Peers, Watch, adapters_of, calling_worker, models_of
 from kvfs.connectors.vllm_worker import Transfers
 from kvfs.errors import InvalidRequest
+from kvfs.namespace_groups import STATE
 from kvfs.namespaces import Namespace
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ class KVFSConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if any(name in kv_caches for name in group.layer_names):  # a stage of a pipeline may have none
                 extra = extra_of(group, groups)
                 if self._groups[index].is_state:
-                    extra["group_state"] += f" {get_conv_state_layout()}"
+                    extra[STATE] += f" {get_conv_state_layout()}"
                 shard = shard_of(self._vllm_config, self._kv_cache_config, group, kv_caches, extra)
                 shards[shard.namespace.pipeline_rank, shard.namespace.tensor_rank, index] = shard
         if not shards:

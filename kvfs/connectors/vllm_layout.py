@@ -28,6 +28,7 @@ from kvfs._native.cuda.copies import DevicePlaces
 from kvfs.connectors.common import architecture_of, config_digest, model_revision
 from kvfs.connectors.vllm_rules.cache_groups import spec_of
 from kvfs.errors import InvalidRequest
+from kvfs.namespace_groups import BACKEND, CACHE
 from kvfs.namespaces import Namespace
 
 FORMAT = "1"
@@ -245,9 +246,9 @@ def namespace_of(
     decides = {
         "engine": "vllm",
         "format": FORMAT,
-        "cache": layout.form,
+        CACHE: layout.form,
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
-        "backend": _backend_of(vllm_config, layout.names[0]),
+        BACKEND: _backend_of(vllm_config, layout.names[0]),
         "quantization": str(model.quantization),
         "model_dtype": str(model.dtype),
         "config": config_digest(model.hf_config),

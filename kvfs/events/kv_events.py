@@ -60,6 +60,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
     ownership: str | None = None
+    layers_of: bytes | None = None
+    """From kvfs, of models with several kinds of attention: `namespace_groups.NamespaceGroup.model`."""
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
@@ -70,6 +72,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     group_idx: int | None = None
     locality: str | None = None
     ownership: str | None = None
+    layers_of: bytes | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True):

@@ -31,6 +31,7 @@ from scheduler.conductor.pool import Member, Options, Pool
 from scheduler.conductor.registry import Registry
 from scheduler.conductor.reservations import Reservation, Reservations
 from scheduler.conductor.role_orders import RoleOrders
+from scheduler.conductor.sources import Stream
 from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, RouteRequest, Usage, peer_between
 from scheduler.conductor.waiters import Waiters, turned_down
 from scheduler.routing.admission import MAX_RETRY_AFTER_S, Admission, Slo, Verdict, admit
@@ -364,17 +365,23 @@ class Conductor:
                     "knowledge": stream.knowledge.value,
                     "epoch": stream.epoch,
                     "silent_s": None if stream.heard_s == float("-inf") else now_s - stream.heard_s,
-                    "blocks": {
-                        medium: self._index.source_blocks(source) for medium, source in stream.sources.items()
-                    },
-                    "windows": [
-                        [*place, self._index.source_blocks(source)]
-                        for place, source in stream.windows.items()
-                    ],
+                    **self._blocks_of(stream),
                 }
                 for stream in self.registry.streams()
             ],
         }
+
+    def _blocks_of(self, stream: Stream) -> dict[str, Any]:
+        """Return how many blocks of full attention a stream has in each medium, and how many of each kind of window."""
+        full: Counter[str] = Counter()
+        windows: Counter[tuple[str, int]] = Counter()
+        for place, source in stream.sources.items():
+            count = self._index.source_blocks(source)
+            if place.window_blocks:
+                windows[place.medium, place.window_blocks] += count
+            else:
+                full[place.medium] += count
+        return {"blocks": dict(full), "windows": [[*kind, count] for kind, count in windows.items()]}
 
     def _instance_status(self, pool: Pool, member: Member, now_s: float) -> dict[str, Any]:
         load = pool.planner.load(member.slot, now_s)

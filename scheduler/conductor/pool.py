@@ -32,6 +32,7 @@ from kvfs.limits import (
     MAX_ROUTE_HASHES,
     MAX_ROUTE_TOKENS,
 )
+from kvfs.namespace_groups import group_in
 from kvfs.namespaces import Namespace
 from scheduler.conductor.planning.native_planner import NativePlanner
 from scheduler.conductor.planning.planner import Planner, Role
@@ -117,6 +118,9 @@ class Pool:
         """Make a pool for the model of its first instance. Raises InvalidNamespace."""
         self.model, self.weights = first.model, first.weights
         self.namespace = Namespace.from_mapping(first.namespace)
+        group = group_in(self.namespace)
+        self.layers = b"" if group is None else group.model
+        """What its blocks are of in stores, as `Place.model` has it."""
         self._keyed_by = keyed_by(first)
         self.options = options
         self.members: dict[str, Member] = {}
@@ -218,7 +222,7 @@ class Pool:
             here = set() if member.trust.distrusted else {member.slot}
             places[member.expected] = here
             for stream in member.streams:
-                for medium, source in stream.sources.items():
+                for medium, source in stream.media(self.layers):
                     if medium == STORAGE and self.options.transfers:
                         name = f"{stream.name} {medium}"
                         shared.add(name)
@@ -258,7 +262,7 @@ class Pool:
         """Return the index's mask of what streams say of each medium at an instance."""
         masks: dict[str, int] = {}
         for stream in member.streams:
-            for medium, source in stream.sources.items():
+            for medium, source in stream.media(self.layers):
                 masks[medium] = masks.get(medium, 0) | 1 << source
         return masks
 

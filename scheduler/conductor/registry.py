@@ -98,7 +98,7 @@ class Registry:
         for stream in member.streams:
             stream.expecting.discard(member.expected)
             if stream.name not in still:
-                for source in (*stream.sources.values(), *stream.windows.values()):
+                for source in stream.sources.values():
                     self._sources.release(source)
                 del self._streams[stream.name]
         self._topics = {stream.topic for stream in self._streams}
@@ -263,7 +263,7 @@ class Registry:
 
     def stored(self, stream: Stream, place: Place, hashes: bytes, parent: bytes | None) -> None:
         """Note that a place of a stream holds these blocks; what is announced is expected no more."""
-        source = stream.source_at(place)
+        source = stream.sources.get(place)
         if source is None:
             try:
                 source = self._sources.assign(stream, place)
@@ -290,7 +290,7 @@ class Registry:
 
     def removed(self, stream: Stream, place: Place, hashes: bytes) -> None:
         """Take blocks of one place out of the index, as their stream says."""
-        source = stream.source_at(place)
+        source = stream.sources.get(place)
         if source is not None:
             self._index.remove(source, hashes)
 

@@ -4,7 +4,8 @@ Responsibility: a number for each place of a stream and for what each instance i
 stream: nothing yet, all, or not all (after a gap).
 
 Invariants: a stream that is not current has no blocks in the index. The number of a source is used again only after its
-blocks are cleared. What a medium holds of full attention counts as far as the stream's other layers there go on.
+blocks are cleared. What a medium holds of full attention counts as far as the stream's other layers there go on; a
+store reads them wherever it has them, and what one medium lacks of a prompt from its other one.
 
 Concurrency: one thread.
 """
@@ -12,10 +13,10 @@ Concurrency: one thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvfs._native.cluster.index import MAX_WINDOWS, SPARE_SOURCES, ClusterIndex
 from kvfs.errors import LimitExceeded
@@ -37,8 +38,11 @@ class Place(NamedTuple):
     """Where a stream's blocks are: in a medium, and of which layers."""
 
     medium: str
+    """Empty: in whichever the store has."""
     window_blocks: int = 0
     """Blocks that these layers read before a boundary, the last state alone among them; 0: all, full attention."""
+    model: bytes = b""
+    """Of several kinds of attention, in a store, which has blocks of many: `namespace_groups.NamespaceGroup.model`."""
 
 
 class Knowledge(Enum):
@@ -72,16 +76,16 @@ class Stream:
     """Since when an answer needed blocks of which no event has come, nor any other."""
     groups: dict[int, int] = field(default_factory=dict)
     """What each of the engine's groups of layers reads before a boundary, as `Place` has it, once it has said that."""
-    sources: dict[str, int] = field(default_factory=dict)
-    """Of full attention, by medium."""
-    windows: dict[Place, int] = field(default_factory=dict)
-    """The sources of layers that read less, MAX_WINDOWS for each medium at most."""
+    sources: dict[Place, int] = field(default_factory=dict)
+    """The number of each place, of windows MAX_WINDOWS for each medium at most."""
     expecting: set[int] = field(default_factory=set)
     """The sources of what its instances are expected to have."""
 
-    def source_at(self, place: Place) -> int | None:
-        """Return the number of a place, if it has one."""
-        return self.windows.get(place) if place.window_blocks else self.sources.get(place.medium)
+    def media(self, model: bytes) -> Iterator[tuple[str, int]]:
+        """Yield where blocks of full attention are that count for a model, and the numbers of these places."""
+        for place, source in self.sources.items():
+            if not place.window_blocks and place.model == (model if self.is_store else b""):
+                yield place.medium, source
 
 
 class Sources:
@@ -104,11 +108,7 @@ class Sources:
 
     def assign(self, stream: Stream, place: Place) -> int:
         """Give a place of a stream a number, which it has not got. Raises LimitExceeded."""
-        number = self.take()
-        if place.window_blocks:
-            stream.windows[place] = number
-        else:
-            stream.sources[place.medium] = number
+        number = stream.sources[place] = self.take()
         self.limit(stream)
         return number
 
@@ -118,30 +118,39 @@ class Sources:
         In an engine's own memory that is all layers that it has named: of those that have told nothing yet it has
         nothing. What offloads blocks may tell those of full attention alone. Without numbers for all, none count.
         """
-        for medium, source in stream.sources.items():
-            sizes = {place.window_blocks for place in stream.windows if place.medium == medium}
-            if medium == GPU:
-                sizes |= set(stream.groups.values()) - {0}
+        full = {place: source for place, source in stream.sources.items() if not place.window_blocks}
+        for place, source in full.items():
+            beside = {each for each in stream.sources if each.window_blocks and _is_beside(each, place)}
+            if place.medium == GPU:
+                beside |= {Place(GPU, size) for size in stream.groups.values() if size}
+            other = next(
+                (
+                    at
+                    for each, at in full.items()
+                    if stream.is_store and at != source and each.model == place.model
+                ),
+                None,
+            )
             try:
-                windows = [(self._window(stream, Place(medium, size)), size) for size in sorted(sizes)]
+                windows = [(self._window(stream, each), each.window_blocks) for each in sorted(beside)]
             except LimitExceeded:
                 windows = [(source, 1)]
-            self._index.set_windows(source, windows if len(windows) <= MAX_WINDOWS else [(source, 1)])
+            self._index.set_windows(source, windows if len(windows) <= MAX_WINDOWS else [(source, 1)], other)
 
     def _window(self, stream: Stream, place: Place) -> int:
         """Return the number of a place, which gets one. Raises LimitExceeded."""
-        if place not in stream.windows:
-            stream.windows[place] = self.take()
-        return stream.windows[place]
+        if place not in stream.sources:
+            stream.sources[place] = self.take()
+        return stream.sources[place]
 
     def forget_layers(self, stream: Stream) -> None:
         """Take back the numbers of all windows of a stream, whose blocks were cleared."""
         stream.groups.clear()
-        for source in stream.sources.values():
-            self._index.set_windows(source, ())
-        for source in stream.windows.values():
-            self.release(source)
-        stream.windows.clear()
+        for place, source in list(stream.sources.items()):
+            if place.window_blocks:
+                self.release(stream.sources.pop(place))
+            else:
+                self._index.set_windows(source, ())
 
     def release(self, source: int) -> None:
         """Take a number back, once nothing maps it any more."""
@@ -163,7 +172,6 @@ class Sources:
         has lost numbers, so that what maps them is to be derived anew.
         """
         lost = self._empty(stream.sources)
-        lost = self._empty(stream.windows) or lost
         if lost:
             self.limit(stream)
         if knowledge is Knowledge.CURRENT and not stream.is_store:
@@ -175,7 +183,7 @@ class Sources:
         stream.knowledge = knowledge
         return lost
 
-    def _empty(self, numbers: dict[Any, int]) -> bool:
+    def _empty(self, numbers: dict[Place, int]) -> bool:
         """Clear sources, and take those out that cannot be cleared now; return whether there were any."""
         before = len(numbers)
         for place, source in list(numbers.items()):
@@ -199,3 +207,8 @@ class Sources:
             source = self._retired.popleft()
             self._index.clear(source)
             self._free.append(source)
+
+
+def _is_beside(window: Place, full: Place) -> bool:
+    """Return whether what goes on from blocks of full attention needs those of a window."""
+    return window.model == full.model and window.medium in ("", full.medium)

@@ -34,6 +34,7 @@ class Model:
         self.holders: dict[bytes, set[int]] = {}
         self.producers: dict[bytes, int] = {}
         self.windows: dict[int, list[tuple[int, int]]] = {}
+        self.others: dict[int, int] = {}
 
     def add(self, source: int, hashes: Iterable[bytes], producer: int | None = None) -> None:
         for key in hashes:
@@ -69,7 +70,8 @@ class Model:
         held = list(takewhile(bool, (self.holders.get(key, set()) for key in hashes)))
 
         def goes_on(source: int, windows: list[tuple[int, int]], end: int) -> bool:
-            return all(source in each for each in held[:end]) and all(
+            either = {source, self.others.get(source, source)}
+            return all(either & each for each in held[:end]) and all(
                 holder in each for holder, count in windows for each in held[max(end - count, 0) : end]
             )
 
@@ -128,10 +130,11 @@ class Machine(RuleBasedStateMachine):
         self.index.clear(source)
         self.model.clear(source)
 
-    @rule(source=sources, windows=windows)
-    def set_windows(self, source: int, windows: list[tuple[int, int]]) -> None:
-        self.index.set_windows(source, windows)
+    @rule(source=sources, windows=windows, other=st.none() | sources)
+    def set_windows(self, source: int, windows: list[tuple[int, int]], other: int | None) -> None:
+        self.index.set_windows(source, windows, other)
         self.model.windows.pop(source, None)
+        self.model.others[source] = source if other is None else other
         if windows:
             self.model.windows[source] = windows
 
@@ -252,18 +255,20 @@ def test_sources_that_are_cleared_and_not_swept_are_counted() -> None:
 
 @given(
     st.lists(st.sets(st.integers(0, 11), max_size=4), min_size=4, max_size=4),
-    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), max_size=3),
+    st.lists(st.tuples(st.integers(1, 2), st.integers(1, 6)), max_size=3),
+    st.sampled_from([None, 0, 3]),
 )
 def test_a_source_counts_as_far_as_its_windows_go_on(
-    lost: list[set[int]], beside: list[tuple[int, int]]
+    lost: list[set[int]], beside: list[tuple[int, int]], other: int | None
 ) -> None:
     index, model, hashes = ClusterIndex(100), Model(), HEAP[:12]
     for source, gone in enumerate(lost):
         held = [key for n, key in enumerate(hashes) if n not in gone]
         index.add(source, b"".join(held))
         model.add(source, held)
-    index.set_windows(0, beside)
+    index.set_windows(0, beside, other)
     model.windows = {0: beside} if beside else {}
+    model.others = {} if other is None else {0: other}
     packed = b"".join(hashes)
     assert index.runs(packed) == model.runs(hashes)
     assert index.match(packed) == model.match(hashes, range(4))
@@ -346,6 +351,7 @@ def test_questions_from_other_threads_are_answered_while_blocks_come_and_go() ->
         lambda index: index.depths(bytes(16), [1 << MAX_SOURCES]),
         lambda index: index.set_windows(MAX_SOURCES, []),
         lambda index: index.set_windows(0, [(MAX_SOURCES, 1)]),
+        lambda index: index.set_windows(0, [(1, 1)], MAX_SOURCES),
         lambda index: index.set_windows(0, [(1, 1)] * (MAX_WINDOWS + 1)),
     ],
 )

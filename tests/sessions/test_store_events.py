@@ -27,6 +27,8 @@ from kvfs.events.kv_events import (
 )
 from kvfs.events.sockets import Publisher, Subscriber
 from kvfs.limits import MIB
+from kvfs.namespace_groups import KIND, LAYERS, WINDOW, group_in
+from kvfs.namespaces import Namespace
 from tests.support.block_batches import Block, open_blocks
 from tests.support.kv_events import ENGINE, TOPIC, store_event
 from tests.support.service import Service
@@ -172,6 +174,62 @@ async def test_a_chain_of_blocks_is_one_event(tmp_path: Path) -> None:
         assert two.block_hashes == [digest(10), digest(11)]
         assert gone.block_hashes == [digest(2), digest(1)]
         assert (one.medium, one.block_size, one.ownership) == (CPU, NAMESPACE.block_tokens, "kvfs")
+
+
+async def test_blocks_of_cache_groups_are_told_with_what_their_layers_read(tmp_path: Path) -> None:
+    """Also of a bucket that is removed before its last events are sent, and of one that a start took over."""
+    plain = NAMESPACE.as_mapping()
+    full = Namespace.from_mapping({**plain, "extra": {KIND: "FullAttentionSpec", LAYERS: "1"}})
+    window = Namespace.from_mapping(
+        {**plain, "extra": {KIND: "SlidingWindowSpec", WINDOW: "64", LAYERS: "2"}}
+    )
+    layers = group_in(full)
+    assert layers is not None
+    with open_store(StoreOptions(tmp_path, dram_bytes=16 * MIB, max_slots=64, backing="directory")) as store:
+        buckets = {BOUND: NAMESPACE, b"full": full, b"window": window}
+        for name, namespace in buckets.items():
+            store.create_bucket(name, uid=0, gid=0, namespace=namespace)
+
+        def put(bucket: bytes, number: int, parent: int | None) -> None:
+            before = None if parent is None else digest(parent)
+            store.seal_block(draft_of(store, bytes(64)), bucket, digest(number), parent=before, uid=0)
+
+        put(b"full", 1, None)
+        put(b"window", 101, 1)
+        past = Replay()
+        with Publisher("inproc://groups", replay=past) as publisher:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(BlockEvents(store, publisher).run)
+                await until(lambda: len(past) == 2)
+                put(b"full", 2, 1)
+                put(b"window", 102, 2)  # is no continuation of the event of the block that it lies beside
+                put(BOUND, 3, None)
+                for number in (102, 101, 2):
+                    store.remove_block(digest(number))
+                store.remove_bucket(b"window")
+                await until(lambda: len(past) == 3)
+                nursery.cancel_scope.cancel()
+    first, second = (decode_batch(frames[1]).events for frames in list(past.since(0))[1:])
+    stored = [each for each in [*first, *second] if isinstance(each, BlockStored)]
+    told = {
+        each.block_hashes[0]: (each.group_idx, each.kv_cache_spec_kind, each.kv_cache_spec_sliding_window)
+        for each in stored
+    }
+    of_window, of_full = (1, "sliding_window", 64), (None, "full_attention", None)
+    assert told == {
+        digest(1): of_full,
+        digest(101): of_window,
+        digest(2): of_full,
+        digest(102): of_window,
+        digest(3): (None, None, None),
+    }
+    assert [each.parent_block_hash for each in stored if each.group_idx] == [digest(1), digest(2)]
+    assert {each.layers_of for each in stored[:-1]} == {layers.model}
+    assert stored[-1].layers_of is None
+    assert [each for each in second if isinstance(each, BlockRemoved)] == [
+        BlockRemoved([digest(102), digest(101)], CPU, 1, "LOCAL", "kvfs", layers.model),
+        BlockRemoved([digest(2)], CPU, None, "LOCAL", "kvfs", layers.model),
+    ]
 
 
 async def test_a_burst_is_cut_into_batches_and_none_is_left_behind(

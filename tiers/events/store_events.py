@@ -2,6 +2,8 @@
 
 Responsibility: turn what the store reports of its blocks into batches of events and hand them to the publisher. DRAM is
 the medium `CPU`, NVMe `STORAGE`; both are `LOCAL`, of the owner `kvfs`, and hashes are the 16 bytes of `kvfs.keys`.
+Blocks of a model with several kinds of attention have the kind of their layers, and those that do not read everything
+the number of their cache group.
 
 Invariants:
 - Batches report changes in the order in which they happened. The first event of a stream says that nothing is there;
@@ -16,7 +18,7 @@ Concurrency: the service's trio thread. Reporting never waits.
 from __future__ import annotations
 
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 import trio.lowlevel
@@ -25,6 +27,7 @@ from kvfs._native.shared.table import TIER_DRAM, TIER_NVME
 from kvfs.events.kv_events import CPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvfs.events.sockets import Publisher
 from kvfs.limits import EVENT_INTERVAL_S, MANIFEST_INTERVAL_S, MAX_EVENT_HASHES
+from kvfs.namespace_groups import NamespaceGroup, group_in
 from kvfs.namespaces import Namespace
 from tiers.model.objects import BlockPlaced
 from tiers.store.store import Store
@@ -44,7 +47,11 @@ class BlockEvents:
         """The hash that the last event ends with, if it is one of stored blocks."""
         self._changed = trio.Event()
         self._manifest_wanted = trio.Event()
-        self._namespaces: dict[bytes, Namespace] = {}
+        self._namespaces: dict[bytes, _Layers] = {}
+        self._buckets: dict[bytes, _Layers] = {}
+        """Of those that have had blocks: one that is removed is gone before the last of them is."""
+        self._groups: dict[NamespaceGroup, int] = {}
+        """Numbers of groups whose layers do not read everything."""
         self.published = 0
 
     def status(self) -> dict[str, Any]:
@@ -96,19 +103,20 @@ class BlockEvents:
             if placed.after & tier and not placed.before & tier:
                 self._stored(placed, medium)
             elif placed.before & tier and not placed.after & tier:
-                self._removed(placed.digest, medium)
+                self._removed(placed, medium)
         if self._hashes >= MAX_EVENT_HASHES:
             self._flush()
         self._changed.set()
 
     def _stored(self, placed: BlockPlaced, medium: str) -> None:
         last = self._events[-1] if self._events else None
-        namespace = self._namespace_of(placed.bucket)
+        layers = self._layers_of(placed.bucket)
         if (
             isinstance(last, BlockStored)
             and last.medium == medium
             and placed.parent is not None
             and placed.parent == self._last
+            and last.group_idx == layers.number
         ):
             last.block_hashes.append(placed.digest)
         else:
@@ -116,23 +124,40 @@ class BlockEvents:
                 block_hashes=[placed.digest],
                 parent_block_hash=placed.parent,
                 token_ids=[],
-                block_size=namespace.block_tokens,
+                block_size=layers.namespace.block_tokens,
                 lora_id=None,
                 medium=medium,
-                lora_name=namespace.lora or None,
+                lora_name=layers.namespace.lora or None,
+                group_idx=layers.number,
+                kv_cache_spec_kind=layers.kind,
+                kv_cache_spec_sliding_window=layers.window_tokens,
                 locality="LOCAL",
                 ownership=OWNER,
+                layers_of=layers.model,
             )
             self._events.append(event)
         self._last = placed.digest
         self._hashes += 1
 
-    def _removed(self, digest: bytes, medium: str) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved) and last.medium == medium:
-            last.block_hashes.append(digest)
+    def _removed(self, placed: BlockPlaced, medium: str) -> None:
+        last, layers = self._events[-1] if self._events else None, self._buckets[placed.bucket]
+        if (
+            isinstance(last, BlockRemoved)
+            and (last.medium, last.group_idx) == (medium, layers.number)
+            and last.layers_of == layers.model
+        ):
+            last.block_hashes.append(placed.digest)
         else:
-            self._events.append(BlockRemoved([digest], medium, locality="LOCAL", ownership=OWNER))
+            self._events.append(
+                BlockRemoved(
+                    [placed.digest],
+                    medium,
+                    layers.number,
+                    locality="LOCAL",
+                    ownership=OWNER,
+                    layers_of=layers.model,
+                )
+            )
         self._hashes += 1
 
     def _flush(self) -> None:
@@ -141,10 +166,39 @@ class BlockEvents:
             self.published += self._hashes
             self._events, self._hashes, self._last = [], 0, None
 
-    def _namespace_of(self, bucket: bytes) -> Namespace:
+    def _layers_of(self, bucket: bytes) -> _Layers:
+        """Return what events say of the blocks of a bucket that is there."""
         row = self._store.names.get_bucket(bucket)
         assert row is not None
         assert row.namespace is not None
-        if row.namespace not in self._namespaces:
-            self._namespaces[row.namespace] = Namespace.from_json(row.namespace_json)
-        return self._namespaces[row.namespace]
+        found = self._namespaces.get(row.namespace)
+        if found is None:
+            namespace = Namespace.from_json(row.namespace_json)
+            group = group_in(namespace)
+            number = None
+            if group is not None and not group.is_full:
+                number = self._groups.setdefault(group, len(self._groups) + 1)
+            found = self._namespaces[row.namespace] = _Layers(namespace, group, number)
+        self._buckets[bucket] = found
+        return found
+
+
+class _Layers(NamedTuple):
+    """What events say of the blocks of a namespace."""
+
+    namespace: Namespace
+    group: NamespaceGroup | None
+    number: int | None
+    """Of its cache group; None: its layers read everything."""
+
+    @property
+    def kind(self) -> str | None:
+        return None if self.group is None else self.group.kind
+
+    @property
+    def window_tokens(self) -> int | None:
+        return None if self.group is None else self.group.window_tokens
+
+    @property
+    def model(self) -> bytes | None:
+        return None if self.group is None else self.group.model

@@ -42,15 +42,15 @@ class ClusterIndex:
         """Sweep so many segments, of 3,069 places each, of what cleared sources held; return whether some are left.
         Changes of blocks do the same as they go. The mutex is free between two segments."""
 
-    def set_windows(self, source: int, windows: Sequence[tuple[int, int]]) -> None:
+    def set_windows(self, source: int, windows: Sequence[tuple[int, int]], other: int | None = None) -> None:
         """Count a source, from the first block on, only as far as what lies beside it goes on, in place of what was
         said before; () ends it.
 
         `windows`: sources, MAX_WINDOWS at most, each with how many blocks it must hold one behind the other before a
         boundary, or all where there are fewer: those of a sliding window, or the one of a recurrent state. `runs`,
         `match` and `depths` then have the source up to the last boundary from which a prompt can go on, and the
-        windows themselves not at all; so a source that is its own window counts nowhere. Raises InvalidRequest for more
-        windows.
+        windows themselves not at all; so a source that is its own window counts nowhere. `other`: a source that may
+        have what this one lacks of a prompt: both lie in one store. Raises InvalidRequest for more windows.
         """
 
     # --- what is under way --------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ cdef extern from "cluster/index_core.h" nogil:
         uint32_t source
         uint32_t holder
         uint32_t blocks
+        uint32_t other
     kvfs_cluster *kvfs_cluster_new(uint64_t max_blocks, uint64_t seed)
     void kvfs_cluster_free(kvfs_cluster *c)
     int64_t kvfs_cluster_change(kvfs_cluster *c, kvfs_set_change change, uint32_t source, int64_t producer,
@@ -209,16 +210,19 @@ cdef class ClusterIndex:
                 segments -= 1
         return not swept
 
-    def set_windows(self, uint64_t source, windows):
+    def set_windows(self, uint64_t source, windows, other=None):
         cdef kvfs_window given[8]
         cdef size_t count = len(windows), place
+        cdef uint64_t beside = source if other is None else other
         cdef int rc
         check_source(source)
+        check_source(beside)
         if count > KVFS_WINDOWS_OF_SOURCE:
             raise InvalidRequest(f"source {source}: {count} windows: the limit is {KVFS_WINDOWS_OF_SOURCE}")
         for place in range(count):
             given[place].holder, given[place].blocks = windows[place]
             check_source(given[place].holder)
+            given[place].other = <uint32_t>beside
         kvfs_lock(&self._mutex)
         rc = kvfs_cluster_set_windows(self._c, source, given, count)
         kvfs_unlock(&self._mutex)

@@ -33,9 +33,10 @@ struct kvfs_depth {
 
 #define KVFS_WINDOWS_OF_SOURCE 8u
 
-/* Blocks beside those of `source`: a prompt goes on from a boundary only where `holder` has the last `blocks` before it. */
+/* Blocks beside those of `source`: a prompt goes on from a boundary only where `holder` has the last `blocks` before it.
+ * `other` may have in place of `source` what this lacks of the prompt; none but itself is `source`. */
 struct kvfs_window {
-    uint32_t source, holder, blocks;
+    uint32_t source, holder, blocks, other;
 };
 
 struct kvfs_cluster *kvfs_cluster_new(uint64_t max_blocks, uint64_t seed);

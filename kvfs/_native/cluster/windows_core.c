@@ -1,9 +1,9 @@
 /* Sources that can be used only as far as what lies beside them goes on: a cache's blocks of full attention, beside which
  * layers with sliding windows and recurrent layers have blocks of their own, each kind in a source of its own.
  *
- * A prompt goes on from a boundary if the source itself has all blocks before it and each of its windows has the last
- * `blocks` of them, or all where there are fewer. The same hold all blocks of a run, so that its last boundary is the best
- * of it: the ends of runs alone are looked at.
+ * A prompt goes on from a boundary if the source itself, or its other one, has each block before it and each of its windows
+ * has the last `blocks` of them, or all where there are fewer. The same hold all blocks of a run, so that its last boundary
+ * is the best of it: the ends of runs alone are looked at.
  *
  * Invariants: a window holds nothing for a prompt by itself, and is in no run that is returned. Costs: sources with
  * windows x runs. Concurrency: none.
@@ -39,8 +39,9 @@ static size_t usable_runs(const struct kvfs_window *windows, size_t count, const
     uint64_t since[KVFS_WINDOWS_OF_SOURCE] = {0}; /* from which block on each window has all */
     uint64_t end = 0;
     size_t usable = 0;
-    for (size_t i = 0; i < runs->count && has_source(runs->at[i].holders, windows->source); i++) {
+    for (size_t i = 0; i < runs->count; i++) {
         const struct kvfs_run *run = &runs->at[i];
+        if (!has_source(run->holders, windows->source) && !has_source(run->holders, windows->other)) break;
         const uint64_t first = end;
         int goes_on = 1;
         end += run->blocks;

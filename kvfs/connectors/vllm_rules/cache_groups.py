@@ -17,6 +17,7 @@ from typing import Any
 
 from kvfs.errors import InvalidRequest
 from kvfs.groups import Group
+from kvfs.namespace_groups import CHUNK, KIND, LAYERS, STATE, WINDOW
 
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _STATE = "MambaSpec"
@@ -105,15 +106,15 @@ def extra_of(group: Any, groups: Sequence[Any]) -> dict[str, str]:
     if is_plain(groups):
         return {}
     extra = {
-        "group_kind": kind,
-        "group_window": str(getattr(spec, "sliding_window", None) or "none"),
-        "group_layers": hashlib.sha256("\0".join(group.layer_names).encode()).hexdigest()[:32],
+        KIND: kind,
+        WINDOW: str(getattr(spec, "sliding_window", None) or "none"),
+        LAYERS: hashlib.sha256("\0".join(group.layer_names).encode()).hexdigest()[:32],
     }
     if kind == _CHUNKED:
-        extra["group_chunk"] = str(spec.attention_chunk_size)
+        extra[CHUNK] = str(spec.attention_chunk_size)
     if kind == _STATE:
         parts = (f"{dtype} {tuple(shape)}" for dtype, shape in zip(spec.dtypes, spec.shapes, strict=True))
-        extra["group_state"] = f"{spec.mamba_type.name} {', '.join(parts)}"
+        extra[STATE] = f"{spec.mamba_type.name} {', '.join(parts)}"
     return extra
 
 

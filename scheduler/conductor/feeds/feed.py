@@ -8,7 +8,8 @@ Invariants:
 - A stream that lost batches is cleared before what comes after the gap. If a kvfs service publishes it, its manifest is
   wanted; an engine has none, so that it is asked for all that it can replay, or its blocks are known from then on.
 - Of an engine whose layers have several caches a prefix counts as far as each kind of layers goes on: those of full
-  attention have all of its blocks, sliding windows the last ones, recurrent layers the state behind it.
+  attention have all of its blocks, sliding windows the last ones, recurrent layers the state behind it. So of a store,
+  which says of such a model what the layers of each block are.
 
 Concurrency: one thread; I/O is in `scheduler.conductor.feeds.listener`.
 """
@@ -21,6 +22,7 @@ from kvfs.events.event_streams import Engine, EventStreams, Missing
 from kvfs.events.kv_events import CHUNKS, GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, layers_of
 from kvfs.keys import HASH_BYTES
 from scheduler.conductor.feeds.engine_hashes import EngineHashes
+from scheduler.conductor.feeds.store_windows import Change, StoreWindows
 from scheduler.conductor.registry import Registry
 from scheduler.conductor.sources import Knowledge, Place, Stream, StreamName
 
@@ -32,6 +34,8 @@ class Feed:
         self._registry, self._clock = registry, clock
         self.streams = EventStreams(self)
         self._hashes: dict[StreamName, EngineHashes] = {}
+        self._windows: dict[StreamName, StoreWindows] = {}
+        """Of stores."""
         self.wanted: set[Engine] = set()
         """Streams of which batches were lost: a manifest is wanted, or all that an engine can replay."""
         self.on_wanted: Callable[[], None] = lambda: None
@@ -55,6 +59,7 @@ class Feed:
         engine = Engine(*name)
         self.streams.drop(engine)
         self._hashes.pop(name, None)
+        self._windows.pop(name, None)
         self.wanted.discard(engine)
 
     def silent(self, engine: Engine) -> None:
@@ -114,15 +119,15 @@ class Feed:
             stream.knowledge = Knowledge.CURRENT
         if isinstance(event, AllBlocksCleared):
             self._clear(stream, Knowledge.CURRENT)
+        elif stream.is_store:
+            self._of_store(stream, event)
         elif (place := self._place(stream, event)) is None:
             self._registry.counts["other_group_events"] += 1
-        elif stream.is_store:
-            self._of_store(stream, place, event)
         else:
             self._of_engine(stream, place, event)
 
     def _place(self, stream: Stream, event: BlockStored | BlockRemoved) -> Place | None:
-        """Return where an event's blocks are, as their group of layers has said what it is; None for layers that read
+        """Return where an engine's blocks are, as their group of layers has said what it is; None for layers that read
         nothing before a token, and for all but the first group where an engine does not say what it has.
 
         None for chunks, too, whose length no event names: to ask for all of their blocks would find next to nothing.
@@ -137,15 +142,35 @@ class Feed:
         known = stream.groups.get(group, None if group or stream.groups else 0)
         return None if known is None else Place(event.medium or GPU, known)
 
-    def _of_store(self, stream: Stream, place: Place, event: BlockStored | BlockRemoved) -> None:
+    def _of_store(self, stream: Stream, event: BlockStored | BlockRemoved) -> None:
         keys = [each for each in event.block_hashes if isinstance(each, bytes) and len(each) == HASH_BYTES]
         self._registry.counts["store_blocks_malformed"] += len(event.block_hashes) - len(keys)
-        if isinstance(event, BlockStored):
-            before = event.parent_block_hash
-            parent = before if isinstance(before, bytes) and len(before) == HASH_BYTES else None
+        place = Place(event.medium or GPU, model=event.layers_of or b"")
+        if isinstance(event, BlockRemoved):
+            if event.group_idx:
+                self._change(stream, self._windows_of(stream).removed(event, keys))
+            else:
+                self._registry.removed(stream, place, b"".join(keys))
+            return
+        before = event.parent_block_hash
+        parent = before if isinstance(before, bytes) and len(before) == HASH_BYTES else None
+        if not event.group_idx:
             self._registry.stored(stream, place, b"".join(keys), parent)
+        elif not (window_blocks := layers_of(event).window_blocks) or parent is None:
+            self._registry.counts["other_group_events"] += 1
         else:
-            self._registry.removed(stream, place, b"".join(keys))
+            self._change(stream, [self._windows_of(stream).stored(window_blocks, event, keys, parent)])
+
+    def _change(self, stream: Stream, changes: list[Change]) -> None:
+        """Have the places of a store's windows change."""
+        for place, keys, gone in changes:
+            if gone:
+                self._registry.removed(stream, place, b"".join(gone))
+            if keys:
+                self._registry.stored(stream, place, b"".join(keys), None)
+
+    def _windows_of(self, stream: Stream) -> StoreWindows:
+        return self._windows.setdefault(stream.name, StoreWindows(self._registry.counts))
 
     def _of_engine(self, stream: Stream, place: Place, event: BlockStored | BlockRemoved) -> None:
         hashes = self._hashes_of(stream)
@@ -175,4 +200,6 @@ class Feed:
         hashes = self._hashes.get(stream.name)
         if hashes is not None:
             hashes.clear()
+        if stream.name in self._windows:
+            self._windows[stream.name].clear()
         self._registry.cleared(stream, knowledge)

@@ -20,8 +20,8 @@ def test_at_most_as_many_sources_are_cleared_in_one_pass_as_there_are_columns_to
     sources = Sources(index)
     streams = [Stream(StreamName(f"engine-{n}", 0)) for n in range(200)]
     for stream in streams:
-        stream.sources[GPU] = sources.take()
-        index.add(stream.sources[GPU], draw.randbytes(16 * 100))
+        stream.sources[Place(GPU)] = sources.take()
+        index.add(stream.sources[Place(GPU)], draw.randbytes(16 * 100))
     lost = [sources.clear(stream, Knowledge.UNKNOWN) for stream in streams]
     assert lost == [False] * SPARE_SOURCES + [True] * (200 - SPARE_SOURCES)
     assert [bool(stream.sources) for stream in streams] == [not each for each in lost]

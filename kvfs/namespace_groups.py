@@ -1,0 +1,77 @@
+"""What a namespace says of the layers whose blocks it names, where a model has several kinds of attention.
+
+Responsibility: the names of these fields of `extra`, and what they mean to those who follow a store. A connector gives
+each cache group of such a model a namespace of its own; the fields say what sets one apart from the others.
+
+Invariants: namespaces of one cache have one `model`, whatever their groups are. A namespace without these fields is of
+all layers. Concurrency: pure functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Final, NamedTuple
+
+from kvfs.namespaces import DIGEST_BYTES, Namespace
+
+KIND: Final = "group_kind"
+"""The name of vLLM's class that describes the layers' cache."""
+WINDOW: Final = "group_window"
+"""Tokens of a sliding window, or `none`."""
+LAYERS: Final = "group_layers"
+CHUNK: Final = "group_chunk"
+STATE: Final = "group_state"
+CACHE: Final = "cache"
+"""How a layer's blocks lie in the engine's memory."""
+BACKEND: Final = "backend"
+"""Who computes the layers."""
+
+_SPOKEN_KINDS: Final = {
+    "FullAttentionSpec": "full_attention",
+    "MLAAttentionSpec": "mla_attention",
+    "SlidingWindowSpec": "sliding_window",
+    "ChunkedLocalAttentionSpec": "chunked_local_attention",
+    "MambaSpec": "mamba",
+}
+_FULL: Final = frozenset(("full_attention", "mla_attention"))
+_OF_GROUPS: Final = frozenset(("dtype", "layout", KIND, WINDOW, LAYERS, CHUNK, STATE, CACHE, BACKEND))
+"""In what the groups of one cache may differ. Those with blocks of another number of tokens are of another one here:
+they end at other boundaries."""
+
+
+class NamespaceGroup(NamedTuple):
+    """A cache group whose blocks a namespace names."""
+
+    model: bytes
+    """16 bytes, the same for all groups of one cache."""
+    kind: str
+    """By the name that KV events have for it, vLLM's KVCacheSpecKind."""
+    window_tokens: int | None
+    layers: str
+    """Which layers it has."""
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether its layers read everything before a token."""
+        return self.kind in _FULL
+
+
+def group_in(namespace: Namespace) -> NamespaceGroup | None:
+    """Return the cache group of a namespace; None where it is of all layers."""
+    kind = _SPOKEN_KINDS.get(namespace.extra.get(KIND, ""))
+    if kind is None:
+        return None
+    fields = namespace.as_mapping()
+    shared = [
+        {name: some[name] for name in some.keys() - _OF_GROUPS - {"extra"}}
+        for some in (fields, fields["extra"])
+    ]
+    canonical = json.dumps(shared, sort_keys=True, separators=(",", ":")).encode("ascii")
+    window = namespace.extra.get(WINDOW, "")
+    return NamespaceGroup(
+        hashlib.sha256(canonical).digest()[:DIGEST_BYTES],
+        kind,
+        int(window) if window.isdecimal() else None,
+        namespace.extra.get(LAYERS, ""),
+    )

@@ -1,0 +1,114 @@
+"""Blocks of sliding windows and recurrent layers in a store, and the blocks of full attention that they lie beside.
+
+Responsibility: a store keys each cache group by itself, and has a window's block follow the block of full attention
+with the same last token. Prompts are looked up by the keys of full attention: say under which of them all groups of a
+kind have their block.
+
+Invariants: a block is there while any medium has it. A place has what each group has that was ever told of there: one
+that appears takes out what it lacks. At most `max_blocks` are remembered; others are misses, and counted.
+
+Concurrency: one thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from kvfs.events.kv_events import CPU, STORAGE, BlockRemoved, BlockStored
+from kvfs.limits import MAX_ENGINE_BLOCKS
+from scheduler.conductor.sources import Place
+
+_MEDIA: Final = {CPU: 1, STORAGE: 2}
+_OTHER_MEDIUM: Final = 4
+
+
+class Change(NamedTuple):
+    """Keys of full attention beside which a place now has all, or has not any more."""
+
+    place: Place
+    keys: list[bytes]
+    gone: list[bytes]
+
+
+@dataclass(slots=True)
+class _Block:
+    place: Place
+    anchor: bytes
+    """The block of full attention that it follows."""
+    media: int
+
+
+@dataclass(slots=True)
+class _Beside:
+    """What a place has beside each block of full attention."""
+
+    groups: set[int] = field(default_factory=set)
+    counts: Counter[bytes] = field(default_factory=Counter)
+    """How many groups have their block."""
+
+    def is_whole(self, anchor: bytes) -> bool:
+        return self.counts[anchor] == len(self.groups)
+
+
+class StoreWindows:
+    """Follow one store."""
+
+    def __init__(self, counts: Counter[str], max_blocks: int = MAX_ENGINE_BLOCKS) -> None:
+        self._counts, self._max_blocks = counts, max_blocks
+        self._blocks: dict[bytes, _Block] = {}
+        self._places: dict[Place, _Beside] = {}
+
+    def clear(self) -> None:
+        """Drop all blocks."""
+        self._blocks.clear()
+        self._places.clear()
+
+    def stored(self, window_blocks: int, event: BlockStored, hashes: list[bytes], parent: bytes) -> Change:
+        """Return what changes by blocks of a group that are stored."""
+        place = Place("", window_blocks, event.layers_of or b"")
+        beside = self._places.setdefault(place, _Beside())
+        change = Change(place, [], self._appear(beside, event.group_idx or 0))
+        for hash, anchor in zip(hashes, [parent, *hashes], strict=False):
+            known = self._blocks.get(hash)
+            if known is not None:
+                known.media |= _bit(event)
+            elif len(self._blocks) >= self._max_blocks:
+                self._counts["store_windows_over_limit"] += 1
+            else:
+                self._blocks[hash] = _Block(place, anchor, _bit(event))
+                beside.counts[anchor] += 1
+                if beside.is_whole(anchor):
+                    change.keys.append(anchor)
+        return change
+
+    def _appear(self, beside: _Beside, group: int) -> list[bytes]:
+        """Count a group in; return what it lacks if it is new."""
+        if group in beside.groups:
+            return []
+        lacked = [anchor for anchor in beside.counts if beside.is_whole(anchor)]
+        beside.groups.add(group)
+        return lacked
+
+    def removed(self, event: BlockRemoved, hashes: list[bytes]) -> list[Change]:
+        """Return what changes by blocks that have left a medium."""
+        changes: dict[Place, Change] = {}
+        for hash in hashes:
+            block = self._blocks.get(hash)
+            if block is None:
+                continue
+            block.media &= ~_bit(event)
+            if not block.media:
+                del self._blocks[hash]
+                beside = self._places[block.place]
+                if beside.is_whole(block.anchor):
+                    changes.setdefault(block.place, Change(block.place, [], [])).gone.append(block.anchor)
+                beside.counts[block.anchor] -= 1
+                if not beside.counts[block.anchor]:
+                    del beside.counts[block.anchor]
+        return list(changes.values())
+
+
+def _bit(event: BlockStored | BlockRemoved) -> int:
+    return _MEDIA.get(event.medium or "", _OTHER_MEDIUM)

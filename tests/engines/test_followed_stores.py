@@ -1,0 +1,129 @@
+"""A Conductor that follows a store which real engines with several caches share: of each prompt it says, before it is
+asked, as many cached tokens as the engine then finds there.
+
+The engines have nothing else: no prefix cache, or an empty one. The store is so small that prompts take each other's
+blocks away, of windows and states before those of full attention, and some are on NVMe alone.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.engines import tiny_gemma, tiny_lfm2
+from tests.engines.engine import BLOCK_TOKENS, Engines
+from tests.engines.test_conducted_engines import ask
+from tests.engines.test_followed_caches import prompts
+from tests.engines.test_proxy import LOOK_S, START_S, Server, proxy, vllm_server
+from tests.engines.test_vllm_connector import connector
+from tests.engines.test_vllm_events import free_port
+from tests.support.door import ON_DIRECTORY, need_mount
+from tests.support.service import Service
+from tests.support.waits import eventually
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.mount,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(ON_DIRECTORY, reason="only on the service"),
+]
+
+FAMILIES: Final = {
+    "windows": (tiny_gemma, "24MiB", ("--no-enable-prefix-caching",)),
+    "states": (
+        tiny_lfm2,
+        "16MiB",
+        (
+            *("--enable-prefix-caching", "--prefix-cache-retention-interval", "96"),
+            *("--compilation-config", '{"custom_ops": ["none"]}'),
+        ),
+    ),
+}
+"""A model, how much its store has on NVMe, and vLLM's flags."""
+SLOTS: Final = 160
+"""Blocks in the store's memory: two or three of the prompts."""
+
+
+@dataclass
+class Followed:
+    server: Server
+    service: Service
+    conductor: str
+
+    def held(self, prompt: list[int]) -> int:
+        """Return how many tokens of a prompt the store is known to serve."""
+        body = json.dumps({"model": "tiny", "tokens": prompt}).encode()
+        with urllib.request.urlopen(f"{self.conductor}/v1/match", body, timeout=60) as answer:
+            [held] = json.load(answer)["instances"].values()
+        return int(held)
+
+    def streams(self) -> list[dict[str, Any]]:
+        with urllib.request.urlopen(f"{self.conductor}/v1/instances", timeout=60) as answer:
+            return list(json.load(answer)["streams"])
+
+    def forget(self) -> None:
+        """Have the engine drop what it keeps itself."""
+        urllib.request.urlopen(f"{self.server.url}/reset_prefix_cache", b"", timeout=60).close()
+
+
+@pytest.fixture(params=FAMILIES)
+def followed(
+    request: pytest.FixtureRequest, engine_python: str, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Followed]:
+    need_mount()
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    family, nvme, flags = FAMILIES[request.param]
+    engines = Engines(engine_python, work / f"stored-{request.param}")
+    family.write_model(engines.work / "model")
+    door, events = free_port(), f"tcp://127.0.0.1:{free_port()}"
+    config = engines.work / "kvfs.toml"
+    config.write_text(
+        f'[events]\npublish = "{events}"\nreplay = "tcp://*:{free_port()}"\ntopic = "node"\n'
+        f'[conductor]\nlisten = "127.0.0.1:{door}"\nevents = "{events}"\n'
+    )
+    with ExitStack() as stack:
+        arguments = ["--config", str(config), "--slots", str(SLOTS)]
+        service = stack.enter_context(Service(dram="16MiB", nvme=nvme, arguments=arguments))
+        server = stack.enter_context(
+            vllm_server(
+                engines,
+                "engine",
+                connector(service, revision=request.param),
+                *("--max-model-len", "2048", "--max-num-batched-tokens", "96", *flags),
+            )
+        )
+        eventually(server.is_up, "it answers", START_S, every_s=LOOK_S)
+        stack.enter_context(proxy("--conduct", "--engine", server.url, "--config", str(config)))
+        made = Followed(server, service, f"http://127.0.0.1:{door}")
+        eventually(
+            lambda: [each["knowledge"] for each in made.streams()] == ["current"], "the store is followed"
+        )
+        yield made
+        assert not service.complaints()
+
+
+def test_what_is_predicted_is_what_the_engine_finds(followed: Followed) -> None:
+    found = []
+    for number, prompt in enumerate(prompts(60)):
+        followed.forget()
+        predicted = followed.held(prompt)
+        found.append((predicted, ask(f"{followed.server.url}/v1", prompt, max_tokens=1)[1]))
+        # What the store says of this one comes behind all that it said before.
+        last = [number + 2] * (BLOCK_TOKENS + 1)
+        ask(f"{followed.server.url}/v1", last, max_tokens=1)
+        eventually(lambda last=last: followed.held(last) == BLOCK_TOKENS, f"all is told: {number}, {found}")
+    assert [predicted for predicted, _ in found] == [cached for _, cached in found]
+    assert 10 < sum(cached > 0 for _, cached in found) < 58, found
+    [stream] = followed.streams()
+    assert all(stream["blocks"][medium] for medium in ("CPU", "STORAGE")), stream
+    assert all(0 < count < sum(stream["blocks"].values()) for *_, count in stream["windows"]), stream
+    with followed.service.client() as client:
+        status = client.status()
+    assert min(status["evictions"], status["promotions"]) > 0, "blocks went, and came up from NVMe"

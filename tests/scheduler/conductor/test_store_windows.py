@@ -1,0 +1,229 @@
+"""Stores of models with several kinds of attention, as the Conductor's index has them: a prefix counts as far as the
+store has what each kind of layers reads, in whichever of its tiers, against a plain model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvfs.events.kv_events import CPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvfs.keys import prefix_hashes
+from kvfs.namespace_groups import KIND, LAYERS, WINDOW, group_in
+from kvfs.namespaces import Namespace
+from scheduler.conductor.conductor import Conductor
+from scheduler.conductor.feeds.feed import Feed
+from scheduler.conductor.feeds.store_windows import StoreWindows
+from scheduler.conductor.values import RouteRequest
+from tests.scheduler.conductor.test_feed import message, of_store
+from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Clock, conductor, instance
+
+BLOCKS: Final = 9
+PROMPT: Final = list(range(500, 500 + BLOCKS * BLOCK_TOKENS))
+FULL, WINDOW_3, ALSO_WINDOW_3, STATE, WINDOW_2 = range(5)
+READS: Final = {WINDOW_3: 3, ALSO_WINDOW_3: 3, STATE: 1, WINDOW_2: 2}
+"""Blocks before a boundary that each group's layers read; of full attention all."""
+_EXTRA: Final = {
+    FULL: {KIND: "FullAttentionSpec", WINDOW: "none", LAYERS: "0"},
+    WINDOW_3: {KIND: "SlidingWindowSpec", WINDOW: str(2 * BLOCK_TOKENS + 2), LAYERS: "1"},
+    ALSO_WINDOW_3: {KIND: "SlidingWindowSpec", WINDOW: str(2 * BLOCK_TOKENS + 2), LAYERS: "2"},
+    STATE: {KIND: "MambaSpec", WINDOW: "none", LAYERS: "3", "backend": "ShortConv -"},
+    WINDOW_2: {KIND: "SlidingWindowSpec", WINDOW: str(BLOCK_TOKENS + 2), LAYERS: "4"},
+}
+
+
+def namespace_of(group: int, model: str = "hybrid") -> Namespace:
+    fields = {**NAMESPACE.as_mapping(), "model": model}
+    return Namespace.from_mapping({**fields, "extra": {"backend": "CPU", "config": "1", **_EXTRA[group]}})
+
+
+def hashes(group: int, model: str = "hybrid") -> list[bytes]:
+    keys = prefix_hashes(namespace_of(group, model), PROMPT)
+    return [keys[at : at + 16] for at in range(0, len(keys), 16)]
+
+
+def stored(group: int, block: int, medium: str = CPU, model: str = "hybrid") -> BlockStored:
+    """Return the event that a store says of one block."""
+    own, full, described = hashes(group, model), hashes(FULL, model), group_in(namespace_of(group, model))
+    assert described is not None
+    before = full[block - 1] if block else None
+    return BlockStored(
+        block_hashes=[own[block]],
+        parent_block_hash=before if group == FULL else full[block],
+        token_ids=[],
+        block_size=BLOCK_TOKENS,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+        group_idx=group or None,
+        kv_cache_spec_kind=described.kind,
+        kv_cache_spec_sliding_window=described.window_tokens,
+        layers_of=described.model,
+    )
+
+
+def removed(group: int, block: int, medium: str = CPU, model: str = "hybrid") -> BlockRemoved:
+    described = group_in(namespace_of(group, model))
+    assert described is not None
+    return BlockRemoved([hashes(group, model)[block]], medium, group or None, layers_of=described.model)
+
+
+class Stand:
+    """A Conductor with engines of two models on the store `node`: one with several kinds of attention, one without."""
+
+    def __init__(self, *events: KVEvent) -> None:
+        hybrid = namespace_of(FULL).as_mapping()
+        self.conductor: Conductor = conductor(
+            Clock(),
+            instance("hybrid", model="hybrid", namespace=hybrid, store_topic="node"),
+            instance("plain", store_topic="node"),
+        )
+        self.feed = Feed(self.conductor.registry, self.conductor.now_s)
+        self._sequence = 0
+        self.hears(*events)
+
+    def hears(self, *events: KVEvent) -> None:
+        self.feed.receive(message("node", self._sequence, *events))
+        self._sequence += 1
+
+    def held(self, model: str = "hybrid", name: str = "hybrid") -> int:
+        """How many blocks of the prompt count for an instance."""
+        return self.conductor.match(RouteRequest(model=model, tokens=PROMPT))[name] // BLOCK_TOKENS
+
+
+def all_of(*groups: int, **values: Any) -> list[KVEvent]:
+    return [stored(group, block, **values) for group in groups for block in range(BLOCKS)]
+
+
+Change = tuple[bool, int, int, str]
+changes: Final = st.lists(
+    st.tuples(st.booleans(), st.integers(0, 4), st.integers(0, BLOCKS - 1), st.sampled_from([CPU, STORAGE])),
+    max_size=6,
+)
+
+
+@given(
+    st.permutations(range(5)),
+    st.integers(1, 5),
+    st.lists(st.integers(0, BLOCKS), min_size=5, max_size=5),
+    changes,
+    changes,
+)
+def test_a_prefix_counts_as_far_as_each_group_has_what_its_layers_read(
+    order: list[int], count: int, demoted: list[int], some: list[Change], more: list[Change]
+) -> None:
+    """Groups are told in any order, some as a whole, each of which is on NVMe from some block on; then blocks come to
+    either tier and leave it. A manifest says all again."""
+    stand, held = Stand(), defaultdict[tuple[int, int], set[str]](set)
+    whole = [
+        (True, group, block, STORAGE if block >= demoted[group] else CPU)
+        for group in dict.fromkeys([*order[:count], FULL])
+        for block in range(BLOCKS)
+    ]
+
+    def hear(*each: Change) -> None:
+        for is_stored, group, block, medium in each:
+            if is_stored:
+                held[group, block].add(medium)
+            else:
+                held[group, block].discard(medium)
+            told.update([group] if is_stored else [])
+            stand.hears((stored if is_stored else removed)(group, block, medium))
+
+    def agrees() -> bool:
+        def goes_on(end: int) -> bool:
+            windows = ((group, block) for group in told & READS.keys() for block in _read(group, end))
+            return all(held[FULL, block] for block in range(end)) and all(held[each] for each in windows)
+
+        return stand.held() == max(end for end in range(BLOCKS + 1) if goes_on(end))
+
+    told: set[int] = set()
+    hear(*whole, *some)
+    assert agrees()
+    stand.hears(*(stored(*each, medium) for each, media in held.items() for medium in media))
+    assert agrees(), "who knows all learns nothing"
+    hear(*more)
+    assert agrees()
+
+
+def _read(group: int, end: int) -> range:
+    return range(max(end - READS[group], 0), end)
+
+
+def test_a_prompt_half_of_which_was_demoted_counts_as_a_whole() -> None:
+    """Blocks that are followed by others are demoted last; the window's are where they are."""
+    stand = Stand(*all_of(FULL), *(stored(WINDOW_3, block) for block in range(6, 9)))
+    assert stand.held() == BLOCKS
+    for block in range(4, 9):
+        stand.hears(stored(FULL, block, STORAGE), removed(FULL, block))
+    assert stand.held() == BLOCKS
+    stand.hears(stored(WINDOW_3, 7, STORAGE), removed(WINDOW_3, 7))
+    assert stand.held() == BLOCKS
+    stand.hears(removed(WINDOW_3, 7, STORAGE))
+    assert stand.held() == 0
+
+
+def test_models_in_one_store_do_not_limit_each_other() -> None:
+    stand = Stand(of_store(PROMPT), *all_of(FULL), stored(STATE, 3))
+    assert (stand.held(), stand.held("m", "plain")) == (4, BLOCKS)
+    stand.hears(*all_of(FULL, WINDOW_2, model="other"), removed(WINDOW_2, 3, model="other"))
+    assert (stand.held(), stand.held("m", "plain")) == (4, BLOCKS)
+
+
+def test_what_a_route_predicts_is_what_the_store_can_go_on_from() -> None:
+    stand = Stand(*all_of(FULL, WINDOW_3), stored(STATE, 4))
+    routed: Any = stand.conductor.route(RouteRequest(model="hybrid", tokens=[*PROMPT, 1]))
+    assert routed.cached_tokens == 5 * BLOCK_TOKENS
+
+
+def test_a_store_that_starts_anew_has_no_windows_either() -> None:
+    stand = Stand(*all_of(FULL, WINDOW_3))
+    stand.hears(AllBlocksCleared(), *all_of(FULL))
+    assert stand.held() == 0
+    stand.hears(*all_of(WINDOW_3))
+    assert stand.held() == BLOCKS
+
+
+def test_blocks_without_an_anchor_and_chunks_are_counted() -> None:
+    alone = stored(WINDOW_3, 0)
+    fields = {name: getattr(alone, name) for name in alone.__struct_fields__}
+    stand = Stand(
+        *all_of(FULL),
+        BlockStored(**{**fields, "parent_block_hash": None}),
+        BlockStored(**{**fields, "kv_cache_spec_kind": "chunked_local_attention"}),
+    )
+    assert stand.held() == BLOCKS
+    assert stand.conductor.counts["other_group_events"] == 2
+
+
+def test_blocks_over_the_limit_are_misses_and_counted() -> None:
+    stand = Stand(*all_of(FULL))
+    [stream] = [each for each in stand.conductor.registry.streams() if each.is_store]
+    stand.feed._windows[stream.name] = StoreWindows(stand.conductor.counts, max_blocks=4)
+    stand.hears(*all_of(WINDOW_2))
+    assert stand.held() == 4
+    assert stand.conductor.counts["store_windows_over_limit"] == BLOCKS - 4
+    stand.hears(removed(WINDOW_2, 3), stored(WINDOW_2, 8), removed(WINDOW_2, 8))
+    assert stand.held() == 3
+
+
+@pytest.mark.parametrize("field", ["model", "revision", "block_tokens", "tensor_shards", "config"])
+def test_groups_of_one_cache_are_of_one_model_and_others_are_not(field: str) -> None:
+    groups = [group_in(namespace_of(group)) for group in range(5)]
+    assert len({each.model for each in groups if each is not None}) == 1
+    assert [each.is_full for each in groups if each is not None] == [True, False, False, False, False]
+    fields = namespace_of(STATE).as_mapping()
+    changed = {"model": "n", "revision": "2", "block_tokens": 2 * BLOCK_TOKENS, "tensor_shards": 2}
+    other = (
+        {**fields, field: changed[field]}
+        if field in changed
+        else {**fields, "extra": {**fields["extra"], field: "2"}}
+    )
+    described = group_in(Namespace.from_mapping(other))
+    assert described is not None
+    assert groups[0] is not None
+    assert described.model != groups[0].model
+    assert group_in(NAMESPACE) is None
