@@ -56,6 +56,7 @@ LONGEST: Final = (
     "engines/test_proxy_chats.py",
     "engines/test_vllm_adapters.py",
     "engines/test_followed_caches.py",
+    "engines/test_followed_stores.py",
     "engines/test_lmcache_s3.py",
     "engines/test_vllm_states.py",
     "engines/test_vllm_hybrid.py",
