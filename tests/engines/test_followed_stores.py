@@ -11,7 +11,8 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,6 +50,8 @@ FAMILIES: Final = {
 """A model, how much its store has on NVMe, and vLLM's flags."""
 SLOTS: Final = 160
 """Blocks in the store's memory: two or three of the prompts."""
+PROMPTS: Final = 60
+LATER: Final = 20
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Followed:
     server: Server
     service: Service
     conductor: str
+    _numbers: Iterator[int] = field(default_factory=lambda: count(2))
 
     def held(self, prompt: list[int]) -> int:
         """Return how many tokens of a prompt the store is known to serve."""
@@ -64,11 +68,40 @@ class Followed:
             [held] = json.load(answer)["instances"].values()
         return int(held)
 
+    def ask(self, prompt: list[int]) -> tuple[int, int]:
+        """Ask the engine a prompt; return how many of its tokens the store was known to have, and how many the engine
+        found there."""
+        self._forget()
+        predicted = self.held(prompt)
+        _, found = ask(f"{self.server.url}/v1", prompt, max_tokens=1)
+        self._hear()
+        return predicted, found
+
+    def restart(self) -> None:
+        """Stop the store and start it, and wait until all is known of it again."""
+        self.service.stop()
+        self.service.restart()
+        self._hear()
+        eventually(
+            lambda: [each["knowledge"] for each in self.streams()] == ["current"],
+            "the store is followed again",
+        )
+
+    def _hear(self) -> None:
+        """Wait until the Conductor has heard of a block that is stored now, and so of all before it."""
+        last = [next(self._numbers)] * (BLOCK_TOKENS + 1)
+
+        def is_told() -> bool:
+            ask(f"{self.server.url}/v1", last, max_tokens=1)
+            return self.held(last) == BLOCK_TOKENS
+
+        eventually(is_told, "all is told")
+
     def streams(self) -> list[dict[str, Any]]:
         with urllib.request.urlopen(f"{self.conductor}/v1/instances", timeout=60) as answer:
             return list(json.load(answer)["streams"])
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Have the engine drop what it keeps itself."""
         urllib.request.urlopen(f"{self.server.url}/reset_prefix_cache", b"", timeout=60).close()
 
@@ -110,20 +143,18 @@ def followed(
 
 
 def test_what_is_predicted_is_what_the_engine_finds(followed: Followed) -> None:
-    found = []
-    for number, prompt in enumerate(prompts(60)):
-        followed.forget()
-        predicted = followed.held(prompt)
-        found.append((predicted, ask(f"{followed.server.url}/v1", prompt, max_tokens=1)[1]))
-        # What the store says of this one comes behind all that it said before.
-        last = [number + 2] * (BLOCK_TOKENS + 1)
-        ask(f"{followed.server.url}/v1", last, max_tokens=1)
-        eventually(lambda last=last: followed.held(last) == BLOCK_TOKENS, f"all is told: {number}, {found}")
+    """Also once the store was stopped and started: it says again what it has, of which layers, beside what."""
+    asked = prompts(PROMPTS + LATER)
+    found = [followed.ask(prompt) for prompt in islice(asked, PROMPTS)]
     assert [predicted for predicted, _ in found] == [cached for _, cached in found]
-    assert 10 < sum(cached > 0 for _, cached in found) < 58, found
+    assert 10 < sum(cached > 0 for _, cached in found) < PROMPTS - 2, found
     [stream] = followed.streams()
     assert all(stream["blocks"][medium] for medium in ("CPU", "STORAGE")), stream
-    assert all(0 < count < sum(stream["blocks"].values()) for *_, count in stream["windows"]), stream
+    assert all(0 < each < sum(stream["blocks"].values()) for *_, each in stream["windows"]), stream
     with followed.service.client() as client:
         status = client.status()
     assert min(status["evictions"], status["promotions"]) > 0, "blocks went, and came up from NVMe"
+    followed.restart()
+    found = [followed.ask(prompt) for prompt in asked]
+    assert [predicted for predicted, _ in found] == [cached for _, cached in found]
+    assert sum(cached > 0 for _, cached in found) > LATER // 2, found
