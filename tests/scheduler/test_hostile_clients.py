@@ -73,7 +73,7 @@ async def door(kind: str, folder: Path) -> AsyncIterator[Door]:
         [engine] = fleet.engines
         port = fleet._port()
         arguments = ["--listen", f"127.0.0.1:{port}", "--engine", f"http://127.0.0.1:{engine.port}"]
-        proxy = Process(["-m", "kvfs", "proxy", *arguments])
+        proxy = Process("kvfs", ["proxy", *arguments])
         try:
             if kind == "proxy":
                 fleet.conductors.clear()

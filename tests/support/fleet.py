@@ -7,37 +7,24 @@ proxy does it; `disagreements` compares an index with the engines. Concurrency: 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 import trio
 
 from kvfs.keys import HASH_BYTES, prefix_hashes
+from tests.support import quick_conductor
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Answer, Asker, instance
+from tests.support.forked import Forked
 from tests.support.held_ports import HeldPort
-from tests.support.service import ROOT
-from tests.support.waits import WAIT_S
-
-QUICKER = """
-import sys
-import scheduler.conductor.feeds.health as health
-import scheduler.conductor.feeds.listener as listener
-import scheduler.conductor.feeds.probes as probes
-listener.PROBE_INTERVAL_S, probes.PROBE_WAIT_S, listener.SILENT_STREAM_S = 0.2, 0.4, 2.0
-health.HEALTH_ASK_INTERVAL_S, health.HEALTH_LOOK_S = 0.1, 0.04
-from kvfs.__main__ import main
-sys.argv = ["kvfs", "conductor", "run", "--config", sys.argv[1]]
-main()
-"""
-"""The Conductor's command, that looks at instances ten times as often."""
+from tests.support.processes import task_state
+from tests.support.service import running_kvfs
+from tests.support.waits import WAIT_S, eventually
 
 
 def keys_of(prompt: list[int]) -> list[str]:
@@ -52,38 +39,36 @@ def depth(keys: list[str], held: set[str]) -> int:
 
 @dataclass
 class Process:
-    """A program that says `ready`, and can be killed, stopped and started anew."""
+    """A module that says `ready`, and can be killed, stopped and started anew."""
 
+    module: str
     arguments: list[str]
-    running: subprocess.Popen[str] | None = None
+    running: Forked | None = None
+    _said: IO[str] | None = None
+    _stack: ExitStack = field(default_factory=ExitStack)
 
     def start(self) -> None:
-        self.running = subprocess.Popen(
-            [sys.executable, *self.arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
+        run = running_kvfs(*self.arguments, module=self.module)
+        self.running, self._said = self._stack.enter_context(run)
 
     async def ready(self) -> None:
-        assert self.running is not None
-        assert self.running.stdout is not None
-        while (line := await trio.to_thread.run_sync(self.running.stdout.readline)) != "ready\n":
-            assert line, f"{self.arguments[:4]} ended without being ready"
+        assert self._said is not None
+        while (line := await trio.to_thread.run_sync(self._said.readline)) != "ready\n":
+            assert line, f"{self.module} {self.arguments[:2]} ended without being ready"
 
     def stop(self) -> None:
         assert self.running is not None
-        os.kill(self.running.pid, signal.SIGSTOP)
-        os.waitpid(self.running.pid, os.WUNTRACED)
+        self.running.send_signal(signal.SIGSTOP)
+        task = Path(f"/proc/{self.running.pid}")
+        eventually(lambda: task_state(task) == "T", "it has stopped")
 
     def go_on(self) -> None:
         assert self.running is not None
-        os.kill(self.running.pid, signal.SIGCONT)
+        self.running.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        if self.running is not None:
-            self.running.kill()
-            self.running.wait()
-            assert self.running.stdout is not None
-            self.running.stdout.close()
-            self.running = None
+        self._stack.close()
+        self.running = self._said = None
 
 
 @dataclass
@@ -167,8 +152,8 @@ class Fleet:
                 f'[conductor]\nlisten = "127.0.0.1:{port}"\nevents = "{endpoint}"\ninstances = "{file}"\n'
                 f'policy = "default"\nadmission = "none"\nfitted = false\n{costs.settings if costs else ""}'
             )
-            command = ["-m", "kvfs", "conductor", "run", "--config"]
-            self.conductors.append(Process([*(["-c", QUICKER] if quick else command), str(config)]))
+            module = quick_conductor.MODULE if quick else "kvfs"
+            self.conductors.append(Process(module, ["conductor", "run", "--config", str(config)]))
         self._requests = self._fallback = 0
         self._routing: dict[int, list[str]] = {}
         """Keys of the requests that may be at any engine, for all that is known here: they are expected there."""
@@ -180,8 +165,6 @@ class Fleet:
         port, replays = self._port(), n % 2 == 0
         replay = f"tcp://127.0.0.1:{self._port()}" if replays else ""
         made = [
-            "-m",
-            "tests.support.engine_process",
             str(port),
             f"engine-e{n}",
             str(capacity),
@@ -189,11 +172,11 @@ class Fleet:
             " ".join(map(str, costs or ())),
             *events,
         ]
-        return FleetEngine(f"e{n}", port, replays, Process(made))
+        return FleetEngine(f"e{n}", port, replays, Process("tests.support.engine_process", made))
 
     def _instance(self, engine: FleetEngine) -> Any:
         return instance(
-            engine.name, url=f"http://127.0.0.1:{engine.port}", engine_replay=engine.process.arguments[5]
+            engine.name, url=f"http://127.0.0.1:{engine.port}", engine_replay=engine.process.arguments[3]
         )
 
     @property

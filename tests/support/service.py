@@ -125,12 +125,12 @@ def run_kvfs(
 
 
 @contextmanager
-def running_kvfs(*arguments: str, errors: int = 2) -> Iterator[tuple[Forked, IO[str]]]:
+def running_kvfs(*arguments: str, errors: int = 2, module: str = "kvfs") -> Iterator[tuple[Forked, IO[str]]]:
     """Run `kvfs ARGUMENTS` until the end; yield it and what it prints. `errors`: where its errors go, as here."""
     reading, writing = os.pipe()
     with open(reading) as said:
         with open(writing, "wb") as output:
-            process = fork_python(["-m", "kvfs", *arguments], output, errors=errors, environment=_PLAIN)
+            process = fork_python(["-m", module, *arguments], output, errors=errors, environment=_PLAIN)
         try:
             yield process, said
         finally:

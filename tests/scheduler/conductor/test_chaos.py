@@ -2,8 +2,8 @@
 what was announced, and agrees with what the engines hold soon after the fault is over.
 
 KVFS_TEST_SEED repeats a run, KVFS_TEST_ROUNDS says how many faults there are (default: each once). The Conductor looks
-at instances ten times as often as in service (`tests.support.fleet.QUICKER`). Engines 0 and 2 answer for replays, 1 and
-3 do not, as vLLM by default.
+at instances ten times as often as in service (`tests.support.quick_conductor`). Engines 0 and 2 answer for replays, 1
+and 3 do not, as vLLM by default.
 """
 
 from __future__ import annotations
