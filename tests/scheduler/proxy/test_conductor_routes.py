@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,7 +23,7 @@ from tests.support.asked_engines import AskedEngine, info, models
 from tests.support.conductors import Clock, conductor, instance, serving
 from tests.support.forked import Forked
 from tests.support.held_ports import HeldPort
-from tests.support.service import ROOT, running_kvfs
+from tests.support.service import running_kvfs
 from tests.support.stub_engines import Asker, Stand, StubEngine, proxy_stand
 from tests.support.waits import WAIT_S, until
 
@@ -311,14 +309,8 @@ async def routes(url: str, traffic: Traffic) -> None:
 @contextmanager
 def engine_process() -> Iterator[str]:
     """Run an engine that takes next to nothing; yield its URL."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "bench.stub_engine"], stdout=subprocess.PIPE, cwd=ROOT
-    ) as child:
-        try:
-            assert child.stdout is not None
-            yield f"http://127.0.0.1:{int(child.stdout.readline())}"
-        finally:
-            child.kill()
+    with running_kvfs(module="bench.stub_engine") as (_, said):
+        yield f"http://127.0.0.1:{int(said.readline())}"
 
 
 async def test_a_conductor_that_is_killed_in_mid_traffic_and_comes_back(
