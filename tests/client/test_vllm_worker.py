@@ -154,6 +154,8 @@ def device(
     if request.param != "in place":
         monkeypatch.setattr(KVLayout, "is_on_cpu", property(lambda _: False))
     if request.param == "by the stand-in":
+        # 128 MiB for blocks of some KiB are ten thousands of slots: 0.1 s of each worker's start
+        monkeypatch.setattr("kvfs.connectors.device.buffers.CONNECTOR_STAGING_BYTES", 1 << 20)
         STANDIN.append(open_driver(str(standin_path)).devices()[0].retain_context())
         STREAMS.append(STANDIN[0].stream())
     yield str(request.param)
