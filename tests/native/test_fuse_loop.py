@@ -315,21 +315,21 @@ def usual_waits_s() -> float:
 
 
 def test_a_request_waits_for_no_thread_that_takes_only_what_time_is_left(stand: Stand) -> None:
-    """Where others use up the processors, one that is woken with a lock may run again 0.9 s later. A virtual machine's
-    own pauses, which count as nobody's wait, take tenths of that."""
+    """Where others use up the processors, one that is woken with a lock may run again 0.9 s later. 150 bursts waited
+    1.2 to 5 s for that, and at most 0.04 s without. A virtual machine's own pauses, tenths, count as nobody's wait."""
     stand.sealed(10, b"x")
     with ExitStack() as stack:
         for _ in range(2 * len(os.sched_getaffinity(0))):
             stack.enter_context(Helper("print('works', flush=True)\nwhile True: pass")).expect("works")
-        longest_s = 0.0
-        for _ in range(1000):
+        lost_s = 0.0
+        for _ in range(200):
             before_s, began_s = usual_waits_s(), time.monotonic()
             for _ in range(3):  # a burst
                 stand.ask(GETATTR, 10, GETATTR_IN)
             took_s = time.monotonic() - began_s
-            longest_s = max(longest_s, took_s - (usual_waits_s() - before_s))
+            lost_s += took_s - (usual_waits_s() - before_s)
             time.sleep(0.0004)  # Not synchronisation: the burst ends.
-    assert longest_s < 0.5
+    assert lost_s < 0.5
 
 
 def test_processors_are_kept_awake_in_a_burst_alone(stand: Stand) -> None:
