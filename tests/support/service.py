@@ -57,6 +57,8 @@ _IMPORTED: Final = (
     "kvfs.cli.service_commands",
     "kvfs.service",
     "mounts.mount",
+    "tiers.cluster.directory",
+    "tiers.remote.cluster",
 )
 _PLAIN: Final = {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "NO_COLOR": "1"}
 _READ_WHEN_CALLED: Final = {"COLUMNS", "KVFS_CONDUCTOR_TOKEN"}
