@@ -61,7 +61,13 @@ _IMPORTED: Final = (
     "tiers.remote.cluster",
 )
 _PLAIN: Final = {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "NO_COLOR": "1"}
-_READ_WHEN_CALLED: Final = {"COLUMNS", "KVFS_CONDUCTOR_TOKEN"}
+_READ_WHEN_CALLED: Final = {
+    "COLUMNS",
+    "KVFS_CONDUCTOR_TOKEN",
+    "KVFS_LIBCUDA",
+    "KVFS_STANDIN_FAULTS",
+    "KVFS_STANDIN_NAME",
+}
 """Variables that no import reads."""
 DEFAULT_DRAM: Final = "256MiB"
 DEFAULT_NVME: Final = "0"
@@ -221,10 +227,11 @@ class Service:
         return self
 
     def _begin(self, log: IO[bytes], notify: Path) -> subprocess.Popen[bytes] | Forked:
-        """Start Python for what has variables of its own or runs no module; fork it from one with its imports else."""
+        """Fork it from a process with its imports, or start Python: for what runs no module, or has variables of its
+        own that its imports may read."""
         own = {"NOTIFY_SOCKET": str(notify), **self.environment}
         command = self.command()
-        if command[1] == "-m" and not self.environment:
+        if command[1] == "-m" and set(self.environment) <= _READ_WHEN_CALLED:
             return fork_python(command[1:], log, environment=own)
         return subprocess.Popen(
             command,
