@@ -40,6 +40,8 @@ int main(void) { return 0; }
 
 SANITIZE = shlex.split(os.environ.get("KVFS_SANITIZE", ""))
 """Flags of packaging/sanitized, to compile and to link with."""
+COPY = "KVFS_NATIVE_COPY" in os.environ
+"""A wheel gets what this Python has in place, which who says so has just built: in 5 s, not 110 of processor time."""
 
 
 def compiles(program: str) -> bool:
@@ -147,8 +149,7 @@ def native_modules() -> list[Extension]:
 
 
 class BuildModules(build_ext):
-    """Build the modules, saying on a terminal which one begins. One that this Python has in place, newer than what it
-    is made of, is copied: a wheel takes 5 s, not 110 of processor time."""
+    """Build the modules, saying on a terminal which one begins."""
 
     _begun = itertools.count(1)
 
@@ -156,17 +157,11 @@ class BuildModules(build_ext):
         if sys.stderr.isatty():
             # In one piece: several threads build.
             sys.stderr.write(f"kvfs: {next(self._begun)} of {len(self.extensions)}: {ext.name}\n")
-        built = Path(self.get_ext_filename(ext.name))
-        if self.inplace or SANITIZE or "CFLAGS" in os.environ or not is_current(built, ext):
+        module = Path(self.get_ext_filename(ext.name))
+        if self.inplace or not COPY or not module.exists():
             super().build_extension(ext)
         else:
-            self.copy_file(str(built), self.get_ext_fullpath(ext.name))
-
-
-def is_current(module: Path, ext: Extension) -> bool:
-    """Whether a module is there, and newer than what it is made of."""
-    parts = (os.stat(path).st_mtime_ns for path in (*ext.sources, *ext.depends, "setup.py"))
-    return module.exists() and os.stat(module).st_mtime_ns > max(parts)
+            self.copy_file(str(module), self.get_ext_fullpath(ext.name))
 
 
 APART = "KVFS_NATIVE_APART" in os.environ

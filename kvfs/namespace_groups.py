@@ -3,7 +3,8 @@
 Responsibility: the names of these fields of `extra`, and what they mean to those who follow a store. A connector gives
 each cache group of such a model a namespace of its own; the fields say what sets one apart from the others.
 
-Invariants: namespaces of one cache have one `model`, whatever their groups are. A namespace without these fields is of
+Invariants: namespaces of one cache have one `model`, whatever their groups are; so have those of a cache whose layers
+another release of the engine has grouped otherwise. A namespace without these fields is of
 all layers. Concurrency: pure functions.
 """
 
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from typing import Final, NamedTuple
 
+from kvfs.limits import MAX_WINDOW_TOKENS
 from kvfs.namespaces import DIGEST_BYTES, Namespace
 
 KIND: Final = "group_kind"
@@ -44,7 +47,7 @@ class NamespaceGroup(NamedTuple):
     """A cache group whose blocks a namespace names."""
 
     model: bytes
-    """16 bytes, the same for all groups of one cache."""
+    """16 bytes, the same for all groups of one cache that have blocks of as many tokens."""
     kind: str
     """By the name that KV events have for it, vLLM's KVCacheSpecKind."""
     window_tokens: int | None
@@ -55,6 +58,14 @@ class NamespaceGroup(NamedTuple):
     def is_full(self) -> bool:
         """Return whether its layers read everything before a token."""
         return self.kind in _FULL
+
+    @property
+    def number(self) -> int | None:
+        """Return the number that its layers have in KV events, from 1 on, in every store; None where they read
+        everything."""
+        if self.is_full:
+            return None
+        return 1 + zlib.crc32(f"{self.kind} {self.window_tokens} {self.layers}".encode())
 
 
 def group_in(namespace: Namespace) -> NamespaceGroup | None:
@@ -69,9 +80,10 @@ def group_in(namespace: Namespace) -> NamespaceGroup | None:
     ]
     canonical = json.dumps(shared, sort_keys=True, separators=(",", ":")).encode("ascii")
     window = namespace.extra.get(WINDOW, "")
+    is_number = window.isascii() and window.isdecimal() and len(window) <= len(str(MAX_WINDOW_TOKENS))
     return NamespaceGroup(
         hashlib.sha256(canonical).digest()[:DIGEST_BYTES],
         kind,
-        int(window) if window.isdecimal() else None,
+        int(window) if is_number else None,
         namespace.extra.get(LAYERS, ""),
     )

@@ -25,7 +25,7 @@ import msgspec
 
 from kvfs.errors import InvalidRequest
 from kvfs.groups import Group
-from kvfs.limits import MAX_EVENT_BATCHES, MAX_EVENT_BYTES, MAX_REPLAY_BYTES
+from kvfs.limits import MAX_EVENT_BATCHES, MAX_EVENT_BYTES, MAX_REPLAY_BYTES, MAX_WINDOW_TOKENS
 
 BlockHash = bytes | int
 """Bytes from kvfs and newer engines; the last 64 bits from engines with default settings."""
@@ -113,7 +113,7 @@ def layers_of(event: BlockStored) -> Group:
 @lru_cache(maxsize=256)
 def _layers(kind: str | None, window_tokens: int | None, block_tokens: int) -> Group:
     """Return the group of layers that a kind names. Each event asks, and engines name few."""
-    if kind in _WINDOWS and window_tokens:
+    if kind in _WINDOWS and window_tokens and 0 < window_tokens <= MAX_WINDOW_TOKENS:
         return Group.of_window(window_tokens, block_tokens)
     return Group.of_state() if kind in _STATES else Group()
 

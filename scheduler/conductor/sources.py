@@ -78,6 +78,12 @@ class Stream:
     """What each of the engine's groups of layers reads before a boundary, as `Place` has it, once it has said that."""
     sources: dict[Place, int] = field(default_factory=dict)
     """The number of each place, of windows MAX_WINDOWS for each medium at most."""
+    windows: set[Place] = field(default_factory=set)
+    """Where blocks of windows were, whether these places have numbers or not."""
+    models: set[bytes] = field(default_factory=set)
+    """Of which its instances are, as `Place.model` has them; blocks of others count for nobody."""
+    has_others: bool = False
+    """Whether blocks of others were passed over."""
     expecting: set[int] = field(default_factory=set)
     """The sources of what its instances are expected to have."""
 
@@ -108,8 +114,12 @@ class Sources:
 
     def assign(self, stream: Stream, place: Place) -> int:
         """Give a place of a stream a number, which it has not got. Raises LimitExceeded."""
-        number = stream.sources[place] = self.take()
-        self.limit(stream)
+        if place.window_blocks:
+            stream.windows.add(place)
+        try:
+            number = stream.sources[place] = self.take()
+        finally:
+            self.limit(stream)
         return number
 
     def limit(self, stream: Stream) -> None:
@@ -120,7 +130,7 @@ class Sources:
         """
         full = {place: source for place, source in stream.sources.items() if not place.window_blocks}
         for place, source in full.items():
-            beside = {each for each in stream.sources if each.window_blocks and _is_beside(each, place)}
+            beside = {each for each in stream.windows if _is_beside(each, place)}
             if place.medium == GPU:
                 beside |= {Place(GPU, size) for size in stream.groups.values() if size}
             other = next(
@@ -144,8 +154,12 @@ class Sources:
         return stream.sources[place]
 
     def forget_layers(self, stream: Stream) -> None:
-        """Take back the numbers of all windows of a stream, whose blocks were cleared."""
+        """Take back the numbers of all windows of a stream, whose blocks were cleared. A store keeps them: its blocks
+        say of which model they are, whose layers are what they were."""
+        if stream.is_store:
+            return
         stream.groups.clear()
+        stream.windows.clear()
         for place, source in list(stream.sources.items()):
             if place.window_blocks:
                 self.release(stream.sources.pop(place))

@@ -26,7 +26,7 @@ from tests.engines.test_proxy import LOOK_S, START_S, Server, proxy, vllm_server
 from tests.engines.test_vllm_connector import connector
 from tests.engines.test_vllm_events import free_port
 from tests.support.door import ON_DIRECTORY, need_mount
-from tests.support.service import Service
+from tests.support.service import Service, has_written
 from tests.support.waits import eventually
 
 pytestmark = [
@@ -95,6 +95,10 @@ class Followed:
             ask(f"{self.server.url}/v1", last, max_tokens=1)
             return self.held(last) == BLOCK_TOKENS
 
+        with self.service.client() as client:
+            eventually(
+                lambda: has_written(client, 0), "nothing waits to be written, for which others would go"
+            )
         eventually(is_told, "all is told")
 
     def streams(self) -> list[dict[str, Any]]:

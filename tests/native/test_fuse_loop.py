@@ -315,10 +315,10 @@ def usual_waits_s() -> float:
 
 
 def stolen_s() -> float:
-    """Return how long the machine's processors were somebody else's: the pauses of a virtual one, which are nobody's
-    wait."""
+    """Return how long one of the machine's processors was somebody else's, on average: the pauses of a virtual one,
+    which are nobody's wait."""
     steal = Path("/proc/stat").read_text().split(maxsplit=9)[8]
-    return int(steal) / os.sysconf("SC_CLK_TCK")
+    return int(steal) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
 
 
 def test_a_request_waits_for_no_thread_that_takes_only_what_time_is_left(stand: Stand) -> None:

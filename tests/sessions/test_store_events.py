@@ -20,6 +20,7 @@ from kvfs.events.kv_events import (
     CPU,
     STORAGE,
     AllBlocksCleared,
+    BlockHash,
     BlockRemoved,
     BlockStored,
     Replay,
@@ -183,8 +184,9 @@ async def test_blocks_of_cache_groups_are_told_with_what_their_layers_read(tmp_p
     window = Namespace.from_mapping(
         {**plain, "extra": {KIND: "SlidingWindowSpec", WINDOW: "64", LAYERS: "2"}}
     )
-    layers = group_in(full)
+    layers, windowed = group_in(full), group_in(window)
     assert layers is not None
+    assert windowed is not None
     with open_store(StoreOptions(tmp_path, dram_bytes=16 * MIB, max_slots=64, backing="directory")) as store:
         buckets = {BOUND: NAMESPACE, b"full": full, b"window": window}
         for name, namespace in buckets.items():
@@ -215,7 +217,7 @@ async def test_blocks_of_cache_groups_are_told_with_what_their_layers_read(tmp_p
         each.block_hashes[0]: (each.group_idx, each.kv_cache_spec_kind, each.kv_cache_spec_sliding_window)
         for each in stored
     }
-    of_window, of_full = (1, "sliding_window", 64), (None, "full_attention", None)
+    of_window, of_full = (windowed.number, "sliding_window", 64), (None, "full_attention", None)
     assert told == {
         digest(1): of_full,
         digest(101): of_window,
@@ -227,9 +229,37 @@ async def test_blocks_of_cache_groups_are_told_with_what_their_layers_read(tmp_p
     assert {each.layers_of for each in stored[:-1]} == {layers.model}
     assert stored[-1].layers_of is None
     assert [each for each in second if isinstance(each, BlockRemoved)] == [
-        BlockRemoved([digest(102), digest(101)], CPU, 1, "LOCAL", "kvfs", layers.model),
+        BlockRemoved([digest(102), digest(101)], CPU, windowed.number, "LOCAL", "kvfs", layers.model),
         BlockRemoved([digest(2)], CPU, None, "LOCAL", "kvfs", layers.model),
     ]
+
+
+async def test_blocks_that_go_before_they_were_told_are_told_as_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that took over more than a batch of blocks tells of them bit by bit."""
+    monkeypatch.setattr("tiers.events.store_events.MAX_EVENT_HASHES", 4)
+    with open_store(StoreOptions(tmp_path, dram_bytes=16 * MIB, max_slots=64, backing="directory")) as store:
+        for name in (BOUND, b"late"):
+            store.create_bucket(name, uid=0, gid=0, namespace=NAMESPACE)
+        put_chain(store, range(8), 64)
+        store.seal_block(draft_of(store, bytes(64)), b"late", digest(50), parent=None, uid=0)
+        past = Replay()
+        with Publisher("inproc://late", replay=past) as publisher:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(BlockEvents(store, publisher).run)
+                await until(lambda: len(past) == 2)  # the first batch of those that were there
+                store.remove_block(digest(50))
+                await until(lambda: len(past) == 4)
+                nursery.cancel_scope.cancel()
+    events = [event for frames in past.since(0) for event in decode_batch(frames[1]).events]
+    there: set[BlockHash] = set()
+    for event in events:
+        if isinstance(event, BlockStored):
+            there |= set(event.block_hashes)
+        elif isinstance(event, BlockRemoved):
+            there -= set(event.block_hashes)
+    assert there == {digest(number) for number in range(8)}
 
 
 async def test_a_burst_is_cut_into_batches_and_none_is_left_behind(

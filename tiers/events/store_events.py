@@ -48,10 +48,6 @@ class BlockEvents:
         self._changed = trio.Event()
         self._manifest_wanted = trio.Event()
         self._namespaces: dict[bytes, _Layers] = {}
-        self._buckets: dict[bytes, _Layers] = {}
-        """Of those that have had blocks: one that is removed is gone before the last of them is."""
-        self._groups: dict[NamespaceGroup, int] = {}
-        """Numbers of groups whose layers do not read everything."""
         self.published = 0
 
     def status(self) -> dict[str, Any]:
@@ -140,7 +136,7 @@ class BlockEvents:
         self._hashes += 1
 
     def _removed(self, placed: BlockPlaced, medium: str) -> None:
-        last, layers = self._events[-1] if self._events else None, self._buckets[placed.bucket]
+        last, layers = self._events[-1] if self._events else None, self._layers_of(placed.bucket)
         if (
             isinstance(last, BlockRemoved)
             and (last.medium, last.group_idx) == (medium, layers.number)
@@ -167,19 +163,14 @@ class BlockEvents:
             self._events, self._hashes, self._last = [], 0, None
 
     def _layers_of(self, bucket: bytes) -> _Layers:
-        """Return what events say of the blocks of a bucket that is there."""
+        """Return what events say of the blocks of a bucket: it is there until the last of them has gone."""
         row = self._store.names.get_bucket(bucket)
         assert row is not None
         assert row.namespace is not None
         found = self._namespaces.get(row.namespace)
         if found is None:
             namespace = Namespace.from_json(row.namespace_json)
-            group = group_in(namespace)
-            number = None
-            if group is not None and not group.is_full:
-                number = self._groups.setdefault(group, len(self._groups) + 1)
-            found = self._namespaces[row.namespace] = _Layers(namespace, group, number)
-        self._buckets[bucket] = found
+            found = self._namespaces[row.namespace] = _Layers(namespace, group_in(namespace))
         return found
 
 
@@ -188,8 +179,10 @@ class _Layers(NamedTuple):
 
     namespace: Namespace
     group: NamespaceGroup | None
-    number: int | None
-    """Of its cache group; None: its layers read everything."""
+
+    @property
+    def number(self) -> int | None:
+        return None if self.group is None else self.group.number
 
     @property
     def kind(self) -> str | None:

@@ -54,6 +54,13 @@ class Feed:
     def replay_ended(self, engine: Engine) -> None:
         self.streams.replay_ended(engine)
 
+    def joined(self, name: StreamName) -> None:
+        """Note that a stream has instances that it had not: what it said of their model's blocks is wanted again."""
+        stream = self._registry.stream(name)
+        if stream is not None and stream.has_others:
+            stream.has_others = False
+            self.wanted.add(Engine(*name))
+
     def drop(self, name: StreamName) -> None:
         """Follow a stream no more."""
         engine = Engine(*name)
@@ -143,6 +150,9 @@ class Feed:
         return None if known is None else Place(event.medium or GPU, known)
 
     def _of_store(self, stream: Stream, event: BlockStored | BlockRemoved) -> None:
+        if event.layers_of and event.layers_of not in stream.models:
+            stream.has_others = True
+            return
         keys = [each for each in event.block_hashes if isinstance(each, bytes) and len(each) == HASH_BYTES]
         self._registry.counts["store_blocks_malformed"] += len(event.block_hashes) - len(keys)
         place = Place(event.medium or GPU, model=event.layers_of or b"")

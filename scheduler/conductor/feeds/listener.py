@@ -74,7 +74,9 @@ class Listener:
                 self._subscriber.listen_for(instance.engine_rank)
         except ConfigError as error:
             log.warning("instance %s: %s", instance.name, error)
-        self._followed |= {stream.name for stream in streams_of(instance)}
+        for stream in streams_of(instance):
+            self._followed.add(stream.name)
+            self._feed.joined(stream.name)
         self.wake()
 
     def key_of(self, name: StreamName, hash: int) -> bytes | None:

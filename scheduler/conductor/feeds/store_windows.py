@@ -61,9 +61,10 @@ class StoreWindows:
         self._places: dict[Place, _Beside] = {}
 
     def clear(self) -> None:
-        """Drop all blocks."""
+        """Drop all blocks; which groups there are stays known."""
         self._blocks.clear()
-        self._places.clear()
+        for beside in self._places.values():
+            beside.counts.clear()
 
     def stored(self, window_blocks: int, event: BlockStored, hashes: list[bytes], parent: bytes) -> Change:
         """Return what changes by blocks of a group that are stored."""

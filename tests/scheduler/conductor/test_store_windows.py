@@ -10,13 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfs.events.kv_events import CPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvfs.events.event_streams import Engine
+from kvfs.events.kv_events import (
+    CPU,
+    STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    first_sequence,
+    start_of,
+)
 from kvfs.keys import prefix_hashes
 from kvfs.namespace_groups import KIND, LAYERS, WINDOW, group_in
 from kvfs.namespaces import Namespace
 from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.feeds.feed import Feed
 from scheduler.conductor.feeds.store_windows import StoreWindows
+from scheduler.conductor.sources import StreamName
 from scheduler.conductor.values import RouteRequest
 from tests.scheduler.conductor.test_feed import message, of_store
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Clock, conductor, instance
@@ -58,7 +69,7 @@ def stored(group: int, block: int, medium: str = CPU, model: str = "hybrid") -> 
         lora_id=None,
         medium=medium,
         lora_name=None,
-        group_idx=group or None,
+        group_idx=described.number,
         kv_cache_spec_kind=described.kind,
         kv_cache_spec_sliding_window=described.window_tokens,
         layers_of=described.model,
@@ -68,7 +79,8 @@ def stored(group: int, block: int, medium: str = CPU, model: str = "hybrid") -> 
 def removed(group: int, block: int, medium: str = CPU, model: str = "hybrid") -> BlockRemoved:
     described = group_in(namespace_of(group, model))
     assert described is not None
-    return BlockRemoved([hashes(group, model)[block]], medium, group or None, layers_of=described.model)
+    hash = hashes(group, model)[block]
+    return BlockRemoved([hash], medium, described.number, layers_of=described.model)
 
 
 class Stand:
@@ -89,6 +101,20 @@ class Stand:
         self.feed.receive(message("node", self._sequence, *events))
         self._sequence += 1
 
+    def loses_all(self, how: str) -> None:
+        """Have the store be one of which nothing is known any more."""
+        if how in ("gap", "silence"):
+            if how == "silence":
+                self.feed.silent(Engine("node", 0))
+            self._sequence += 7
+            self.hears()
+            self.feed.replay_ended(Engine("node", 0))
+        elif how == "restart":
+            self._sequence = start_of(self._sequence) + first_sequence(1.0)
+            self.hears(AllBlocksCleared())
+        else:
+            self.hears(AllBlocksCleared())
+
     def held(self, model: str = "hybrid", name: str = "hybrid") -> int:
         """How many blocks of the prompt count for an instance."""
         return self.conductor.match(RouteRequest(model=model, tokens=PROMPT))[name] // BLOCK_TOKENS
@@ -105,18 +131,22 @@ changes: Final = st.lists(
 )
 
 
+LOSSES: Final = ("gap", "silence", "restart", "clearing")
+
+
 @given(
     st.permutations(range(5)),
     st.integers(1, 5),
     st.lists(st.integers(0, BLOCKS), min_size=5, max_size=5),
     changes,
     changes,
+    st.sampled_from(LOSSES),
 )
 def test_a_prefix_counts_as_far_as_each_group_has_what_its_layers_read(
-    order: list[int], count: int, demoted: list[int], some: list[Change], more: list[Change]
+    order: list[int], count: int, demoted: list[int], some: list[Change], more: list[Change], loss: str
 ) -> None:
     """Groups are told in any order, some as a whole, each of which is on NVMe from some block on; then blocks come to
-    either tier and leave it. A manifest says all again."""
+    either tier and leave it. A manifest says all again, also after all was lost."""
     stand, held = Stand(), defaultdict[tuple[int, int], set[str]](set)
     whole = [
         (True, group, block, STORAGE if block >= demoted[group] else CPU)
@@ -143,8 +173,13 @@ def test_a_prefix_counts_as_far_as_each_group_has_what_its_layers_read(
     told: set[int] = set()
     hear(*whole, *some)
     assert agrees()
-    stand.hears(*(stored(*each, medium) for each, media in held.items() for medium in media))
+    manifest = [stored(*each, medium) for each, media in held.items() for medium in media]
+    stand.hears(*manifest)
     assert agrees(), "who knows all learns nothing"
+    stand.loses_all(loss)
+    assert stand.held() == 0
+    stand.hears(*manifest)
+    assert agrees(), "what is gone is remembered as a group that has nothing"
     hear(*more)
     assert agrees()
 
@@ -169,8 +204,10 @@ def test_a_prompt_half_of_which_was_demoted_counts_as_a_whole() -> None:
 def test_models_in_one_store_do_not_limit_each_other() -> None:
     stand = Stand(of_store(PROMPT), *all_of(FULL), stored(STATE, 3))
     assert (stand.held(), stand.held("m", "plain")) == (4, BLOCKS)
+    other = namespace_of(FULL, "other").as_mapping()
+    stand.conductor.registry.add(instance("other", model="other", namespace=other, store_topic="node"))
     stand.hears(*all_of(FULL, WINDOW_2, model="other"), removed(WINDOW_2, 3, model="other"))
-    assert (stand.held(), stand.held("m", "plain")) == (4, BLOCKS)
+    assert (stand.held(), stand.held("m", "plain"), stand.held("other", "other")) == (4, BLOCKS, BLOCKS)
 
 
 def test_what_a_route_predicts_is_what_the_store_can_go_on_from() -> None:
@@ -179,12 +216,62 @@ def test_what_a_route_predicts_is_what_the_store_can_go_on_from() -> None:
     assert routed.cached_tokens == 5 * BLOCK_TOKENS
 
 
-def test_a_store_that_starts_anew_has_no_windows_either() -> None:
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_store_that_has_lost_its_windows_is_known_to_have_had_some(loss: str) -> None:
+    """They are evicted first."""
     stand = Stand(*all_of(FULL, WINDOW_3))
-    stand.hears(AllBlocksCleared(), *all_of(FULL))
+    assert stand.held() == BLOCKS
+    stand.loses_all(loss)
+    stand.hears(*all_of(FULL))
     assert stand.held() == 0
     stand.hears(*all_of(WINDOW_3))
     assert stand.held() == BLOCKS
+
+
+def test_full_attention_counts_nowhere_where_its_windows_get_no_number() -> None:
+    stand = Stand(*all_of(FULL))
+    numbers = stand.conductor.registry._sources._free
+    kept = numbers.copy()
+    numbers.clear()
+    stand.hears(*all_of(WINDOW_3))
+    assert stand.held() == 0
+    assert stand.conductor.counts["over_limit"] == BLOCKS
+    numbers += kept
+    stand.loses_all("clearing")
+    stand.hears(*all_of(FULL, WINDOW_3))
+    assert stand.held() == BLOCKS
+
+
+def test_models_of_which_there_is_no_instance_take_no_numbers() -> None:
+    stand = Stand()
+    free = len(stand.conductor.registry._sources._free)
+    stand.hears(*all_of(FULL, WINDOW_3, model="later"), *all_of(FULL))
+    assert len(stand.conductor.registry._sources._free) == free - 1
+    namespace = namespace_of(FULL, "later").as_mapping()
+    stand.conductor.registry.add(
+        instance("later", model="later", namespace=namespace, engine_topic="", store_topic="node")
+    )
+    name = StreamName("node", 0)
+    stand.feed.joined(name)
+    assert stand.feed.wanted == {Engine(*name)}
+    stand.hears(*all_of(FULL, WINDOW_3, model="later"))
+    assert stand.held("later", "later") == BLOCKS
+    stand.feed.wanted.clear()
+    stand.feed.joined(name)
+    assert not stand.feed.wanted, "nothing was passed over since"
+
+
+@pytest.mark.parametrize("window", ["9" * 5000, "9" * 30, str(1 << 40), str((1 << 31) + 1), "-1", "\u0663"])
+def test_windows_of_no_length_that_there_is_are_none(window: str) -> None:
+    fields = namespace_of(WINDOW_3).as_mapping()
+    described = group_in(Namespace.from_mapping({**fields, "extra": {**fields["extra"], WINDOW: window}}))
+    assert described is not None
+    odd = stored(WINDOW_3, 0)
+    values = {name: getattr(odd, name) for name in odd.__struct_fields__}
+    values["kv_cache_spec_sliding_window"] = described.window_tokens
+    stand = Stand(*all_of(FULL), BlockStored(**values))
+    assert stand.held() == BLOCKS
+    assert stand.conductor.counts["other_group_events"] == 1
 
 
 def test_blocks_without_an_anchor_and_chunks_are_counted() -> None:
