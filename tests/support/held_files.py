@@ -13,7 +13,7 @@ import stat
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvfs.system import linux
@@ -102,7 +102,9 @@ class HeldFiles:
         return errno.ENOSYS, b""
 
     def _reply(self, unique: int, error: int, body: bytes) -> None:
-        os.write(self._device, OUT_HEADER.pack(OUT_HEADER.size + len(body), -error, unique) + body)
+        # The kernel has given a request up where the mount ends, perhaps before it has begun.
+        with suppress(FileNotFoundError):
+            os.write(self._device, OUT_HEADER.pack(OUT_HEADER.size + len(body), -error, unique) + body)
 
 
 @contextmanager
