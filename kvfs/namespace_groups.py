@@ -4,8 +4,8 @@ Responsibility: the names of these fields of `extra`, and what they mean to thos
 each cache group of such a model a namespace of its own; the fields say what sets one apart from the others.
 
 Invariants: namespaces of one cache have one `model`, whatever their groups are; so have those of a cache whose layers
-another release of the engine has grouped otherwise. A namespace without these fields is of
-all layers. Concurrency: pure functions.
+another release of the engine has grouped otherwise. A namespace without these fields is of all layers. Concurrency:
+pure functions.
 """
 
 from __future__ import annotations

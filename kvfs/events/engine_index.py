@@ -26,7 +26,7 @@ from kvfs.events.kv_events import (
     BlockRemoved,
     BlockStored,
     KVEvent,
-    layers_of,
+    group_of,
 )
 from kvfs.groups import Group, longest_prefix
 from kvfs.limits import MAX_ENGINE_BLOCKS
@@ -142,7 +142,7 @@ class EngineIndex:
         self._over_limit += max(len(event.block_hashes) - room, 0)
         if blocks := event.block_hashes[: max(room, 0)]:
             held = places.setdefault(_place(event), _Held(Group()))
-            held.group, held.block_tokens = layers_of(event), max(event.block_size, 1)
+            held.group, held.block_tokens = group_of(event), max(event.block_size, 1)
             held.copies.add(blocks, event)
 
 

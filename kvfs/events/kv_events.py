@@ -104,7 +104,7 @@ _STATES: Final = frozenset(("mamba",))
 CHUNKS: Final = frozenset(("chunked_local_attention",))
 
 
-def layers_of(event: BlockStored) -> Group:
+def group_of(event: BlockStored) -> Group:
     """Return what the layers of an event's blocks read of a prefix: everything, where it does not say what they are, or
     says too little, as of chunked local attention, whose chunks have a length that no event names."""
     return _layers(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, max(event.block_size, 1))

@@ -84,11 +84,10 @@ class Registry:
         self._topics |= {stream.name.topic for stream in streams}
         for stream in streams:
             stream.expecting.add(expected)
+            stream.models.add(pool.layers)
             self.unregistered.pop(str(stream.name), None)
         self._pools[instance.model] = pool
         self._members[instance.name] = pool, pool.join(instance, expected, streams)
-        for stream in streams:
-            self._name_models(stream)
 
     def remove(self, name: str) -> None:
         """Remove an instance without reservations, and the streams that no other has. Raises NotFound."""
@@ -104,13 +103,10 @@ class Registry:
                     self._sources.release(source)
                 del self._streams[stream.name]
             else:
-                self._name_models(stream)
+                stream.models = {each.layers for each, _ in self.users_of(stream.name)}
         self._topics = {stream.topic for stream in self._streams}
         if not pool.members:
             del self._pools[pool.model]
-
-    def _name_models(self, stream: Stream) -> None:
-        stream.models = {pool.layers for pool, _ in self.users_of(stream.name)}
 
     def drain(self, name: str, *, draining: bool = True) -> None:
         """Give an instance no more requests, or some again; its blocks stay known. Raises NotFound."""

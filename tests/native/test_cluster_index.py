@@ -255,7 +255,7 @@ def test_sources_that_are_cleared_and_not_swept_are_counted() -> None:
 
 @given(
     st.lists(st.sets(st.integers(0, 11), max_size=4), min_size=4, max_size=4),
-    st.lists(st.tuples(st.integers(1, 2), st.integers(1, 6)), max_size=3),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), max_size=3),
     st.sampled_from([None, 0, 3]),
 )
 def test_a_source_counts_as_far_as_its_windows_go_on(

@@ -27,7 +27,7 @@ from kvfs._native.shared.table import TIER_DRAM, TIER_NVME
 from kvfs.events.kv_events import CPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvfs.events.sockets import Publisher
 from kvfs.limits import EVENT_INTERVAL_S, MANIFEST_INTERVAL_S, MAX_EVENT_HASHES
-from kvfs.namespace_groups import NamespaceGroup, group_in
+from kvfs.namespace_groups import group_in
 from kvfs.namespaces import Namespace
 from tiers.model.objects import BlockPlaced
 from tiers.store.store import Store
@@ -120,10 +120,10 @@ class BlockEvents:
                 block_hashes=[placed.digest],
                 parent_block_hash=placed.parent,
                 token_ids=[],
-                block_size=layers.namespace.block_tokens,
+                block_size=layers.block_tokens,
                 lora_id=None,
                 medium=medium,
-                lora_name=layers.namespace.lora or None,
+                lora_name=layers.lora,
                 group_idx=layers.number,
                 kv_cache_spec_kind=layers.kind,
                 kv_cache_spec_sliding_window=layers.window_tokens,
@@ -170,28 +170,24 @@ class BlockEvents:
         found = self._namespaces.get(row.namespace)
         if found is None:
             namespace = Namespace.from_json(row.namespace_json)
-            found = self._namespaces[row.namespace] = _Layers(namespace, group_in(namespace))
+            found = self._namespaces[row.namespace] = _Layers.of(namespace)
         return found
 
 
 class _Layers(NamedTuple):
     """What events say of the blocks of a namespace."""
 
-    namespace: Namespace
-    group: NamespaceGroup | None
+    block_tokens: int
+    lora: str | None
+    number: int | None = None
+    kind: str | None = None
+    window_tokens: int | None = None
+    model: bytes | None = None
 
-    @property
-    def number(self) -> int | None:
-        return None if self.group is None else self.group.number
-
-    @property
-    def kind(self) -> str | None:
-        return None if self.group is None else self.group.kind
-
-    @property
-    def window_tokens(self) -> int | None:
-        return None if self.group is None else self.group.window_tokens
-
-    @property
-    def model(self) -> bytes | None:
-        return None if self.group is None else self.group.model
+    @classmethod
+    def of(cls, namespace: Namespace) -> _Layers:
+        """Return what they say of a namespace: of one of all layers nothing of what these read."""
+        layers, group = cls(namespace.block_tokens, namespace.lora or None), group_in(namespace)
+        if group is None:
+            return layers
+        return cls(*layers[:2], group.number, group.kind, group.window_tokens, group.model)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvfs.events.event_streams import Engine, EventStreams, Missing
-from kvfs.events.kv_events import CHUNKS, GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, layers_of
+from kvfs.events.kv_events import CHUNKS, GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, group_of
 from kvfs.keys import HASH_BYTES
 from scheduler.conductor.feeds.engine_hashes import EngineHashes
 from scheduler.conductor.feeds.store_windows import Change, StoreWindows
@@ -143,7 +143,7 @@ class Feed:
         if isinstance(event, BlockStored) and event.kv_cache_spec_kind is not None:
             if event.kv_cache_spec_kind in CHUNKS:
                 return None
-            window_blocks = layers_of(event).window_blocks
+            window_blocks = group_of(event).window_blocks
             if window_blocks != 0:
                 self._registry.layers_are(stream, group, window_blocks or 0)
         known = stream.groups.get(group, None if group or stream.groups else 0)
@@ -166,7 +166,7 @@ class Feed:
         parent = before if isinstance(before, bytes) and len(before) == HASH_BYTES else None
         if not event.group_idx:
             self._registry.stored(stream, place, b"".join(keys), parent)
-        elif not (window_blocks := layers_of(event).window_blocks) or parent is None:
+        elif not (window_blocks := group_of(event).window_blocks) or parent is None:
             self._registry.counts["other_group_events"] += 1
         else:
             self._change(stream, [self._windows_of(stream).stored(window_blocks, event, keys, parent)])
@@ -180,7 +180,10 @@ class Feed:
                 self._registry.stored(stream, place, b"".join(keys), None)
 
     def _windows_of(self, stream: Stream) -> StoreWindows:
-        return self._windows.setdefault(stream.name, StoreWindows(self._registry.counts))
+        found = self._windows.get(stream.name)
+        if found is None:
+            found = self._windows[stream.name] = StoreWindows(self._registry.counts)
+        return found
 
     def _of_engine(self, stream: Stream, place: Place, event: BlockStored | BlockRemoved) -> None:
         hashes = self._hashes_of(stream)

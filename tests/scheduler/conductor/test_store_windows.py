@@ -228,6 +228,18 @@ def test_a_store_that_has_lost_its_windows_is_known_to_have_had_some(loss: str) 
     assert stand.held() == BLOCKS
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_group_that_had_nothing_when_all_was_lost_is_known_to_be_there(loss: str) -> None:
+    """Beside another one with the same window, in whose place its blocks are."""
+    stand = Stand(*all_of(FULL, WINDOW_3, ALSO_WINDOW_3))
+    stand.hears(*(removed(ALSO_WINDOW_3, block) for block in range(BLOCKS)))
+    stand.loses_all(loss)
+    stand.hears(*all_of(FULL, WINDOW_3))
+    assert stand.held() == 0
+    stand.hears(*all_of(ALSO_WINDOW_3))
+    assert stand.held() == BLOCKS
+
+
 def test_full_attention_counts_nowhere_where_its_windows_get_no_number() -> None:
     stand = Stand(*all_of(FULL))
     numbers = stand.conductor.registry._sources._free
