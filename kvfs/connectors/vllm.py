@@ -53,6 +53,7 @@ from kvfs.connectors.vllm_rules.cache_groups import (
     extra_of,
     groups_of,
     is_plain,
+    why_unkept,
 )
 from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step
 from kvfs.connectors.vllm_weights import Peers, Watch, adapters_of, calling_worker, models_of
@@ -172,7 +173,15 @@ class KVFSConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_parallel(vllm_config.parallel_config)
         self._groups = groups_of(kv_cache_config)
         self._is_plain = is_plain(kv_cache_config.kv_cache_groups)
-        if not self._is_plain:
+        unkept = why_unkept(kv_cache_config, vllm_config)
+        self._is_idle = bool(unkept)
+        """Whether nothing can be kept: then no worker has a namespace, without which nothing is planned."""
+        if self._is_idle:
+            if role == KVConnectorRole.SCHEDULER:
+                logging.getLogger(VLLM_LOG).warning(
+                    "kvfs: nothing is loaded or stored, the engine computes every prompt: %s", unkept
+                )
+        elif not self._is_plain:
             check_settings(self._groups, vllm_config, self._chosen["load"])
         self._link = Link(
             address_of(transfer.kv_connector_extra_config), name="vllm", log=logging.getLogger(VLLM_LOG)
@@ -217,6 +226,8 @@ class KVFSConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # --- worker -------------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._is_idle:
+            return
         self._shards = self._shards_of(kv_caches)
         layouts = [shard.layout for shard in self._shards.values()]
         if self._chosen["load"] == "layers" and not all(each.is_on_cpu and each.is_even for each in layouts):

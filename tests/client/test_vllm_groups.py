@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -445,8 +446,6 @@ def test_groups_of_vllm_are_those_of_windows_chunks_full_attention_and_states() 
             "chunks of 100 tokens are no whole blocks of 16.*--disable-hybrid-kv-cache-manager gives",
         ),
         ([spec_group("CrossAttentionSpec", "a")], "CrossAttentionSpec is not supported.*state are$"),
-        ([state_group(mamba_cache_mode="none")], "mamba_cache_mode = 'none' is not supported"),
-        ([state_group(mamba_cache_mode="all")], "mamba_cache_mode = 'all' is not supported"),
         (
             [spec_group("FullAttentionSpec", "a"), spec_group("FullAttentionSpec", "b", eagle=True)],
             "draft model",
@@ -456,10 +455,6 @@ def test_groups_of_vllm_are_those_of_windows_chunks_full_attention_and_states() 
             "draft model",
         ),
         ([spec_group("SlidingWindowSpec", "a", sliding_window=1)], "sliding window of 1 tokens"),
-        (
-            [spec_group("FullAttentionSpec", "a", block_size=32), state_group()],
-            r"blocks of \[16, 32\] tokens.*beside recurrent state",
-        ),
     ],
 )
 def test_other_groups_are_refused(groups: list[Any], message: str) -> None:
@@ -468,6 +463,34 @@ def test_other_groups_are_refused(groups: list[Any], message: str) -> None:
 
     with pytest.raises(InvalidRequest, match=message):
         groups_of(SimpleNamespace(kv_cache_groups=groups))
+
+
+@pytest.mark.parametrize(
+    ("groups", "method", "reason"),
+    [
+        ([state_group(mamba_cache_mode="none")], None, "mamba_cache_mode is 'none': only with 'align'"),
+        ([state_group(mamba_cache_mode="all")], None, "mamba_cache_mode is 'all': only with 'align'"),
+        (
+            [spec_group("FullAttentionSpec", "a", block_size=32), state_group()],
+            None,
+            r"blocks of \[16, 32\] tokens beside recurrent state",
+        ),
+        ([spec_group("FullAttentionSpec", "a"), state_group()], "ngram", "by ngram a recurrent state is one"),
+        ([spec_group("FullAttentionSpec", "a"), state_group()], None, "^$"),
+        ([spec_group("SlidingWindowSpec", "a", sliding_window=64)], "ngram", "^$"),
+        (
+            [spec_group("FullAttentionSpec", "a", block_size=32), spec_group("FullAttentionSpec", "b")],
+            None,
+            "^$",
+        ),
+        ([], None, "^$"),
+    ],
+)
+def test_states_that_cannot_be_kept_have_a_reason(groups: list[Any], method: str | None, reason: str) -> None:
+    from kvfs.connectors.vllm_rules.cache_groups import why_unkept
+
+    config = SimpleNamespace(speculative_config=method and SimpleNamespace(method=method))
+    assert re.search(reason, why_unkept(SimpleNamespace(kv_cache_groups=groups), config))
 
 
 def test_groups_with_blocks_of_different_sizes_have_boundaries_where_all_of_them_end() -> None:
@@ -521,7 +544,7 @@ def test_one_group_of_full_attention_may_have_a_draft_models_layers() -> None:
         ("layers", {}, "load = 'layers' is not supported for several cache groups"),
         ("async", {"lora_config": object()}, r"adapters \(LoRA\) are not supported"),
         ("async", {"speculative_config": "eagle"}, "speculative decoding by eagle is not supported"),
-        ("async", {"speculative_config": "ngram"}, "speculative decoding by ngram is not supported"),
+        ("async", {"speculative_config": "ngram"}, ""),
         ("async", {}, ""),
     ],
 )
@@ -534,7 +557,7 @@ def test_settings_that_do_not_go_with_several_groups_are_refused(
     speculative = method and SimpleNamespace(method=method, use_eagle=lambda: method == "eagle")
     config = SimpleNamespace(**{"lora_config": None, **setting, "speculative_config": speculative})
     groups = [Group.of_state() if state else Group(4), Group()]
-    if not message or (method == "ngram" and not state):
+    if not message:
         check_settings(groups, config, load)
         return
     with pytest.raises(InvalidRequest, match=message) as refused:

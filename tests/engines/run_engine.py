@@ -118,7 +118,8 @@ def counts(engine: Any) -> dict[str, int]:
     if not has_kv_transfer_group() or not hasattr(type(get_kv_transfer_group()), "planner"):
         return {}
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    return {**scheduler.connector.planner.counts, **get_kv_transfer_group()._transfers.counts}
+    transfers = get_kv_transfer_group()._transfers  # none where the model's states cannot be kept
+    return {**scheduler.connector.planner.counts, **({} if transfers is None else transfers.counts)}
 
 
 def generate(engine: Any, loaded: list[str], request: dict[str, Any]) -> dict[str, Any]:

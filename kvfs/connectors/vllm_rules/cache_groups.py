@@ -1,7 +1,7 @@
 """The cache groups of vLLM's models, and which settings go with several of them.
 
-Responsibility: read vLLM's KVCacheConfig as `kvfs.groups` has it, refuse what cannot be served, and say what sets the
-blocks of a group apart from those of another.
+Responsibility: read vLLM's KVCacheConfig as `kvfs.groups` has it, refuse what cannot be served, say of which models
+nothing can be kept, and what sets the blocks of a group apart from those of another.
 
 Invariants: vLLM cannot compute single blocks of several groups again (0.32 raises where a connector reports some), so a
 request of which one load failed begins anew, between steps: nothing is served that may fail within one. Concurrency:
@@ -60,14 +60,30 @@ def groups_of(kv_cache_config: Any) -> list[Group]:
         return [Group()]
     apart = block_tokens_of(vllm_groups)
     groups = [_group_of(group, apart // spec_of(group).block_size) for group in vllm_groups]
-    sizes = sorted({spec_of(group).block_size for group in vllm_groups})
-    if len(sizes) > 1 and any(group.is_state for group in groups):
-        raise InvalidRequest(
-            f"cache groups with blocks of {sizes} tokens: different sizes are not supported beside recurrent state"
-        )
     if not groups:
         raise InvalidRequest("the engine has no KV cache")
     return groups
+
+
+def why_unkept(kv_cache_config: Any, vllm_config: Any) -> str:
+    """Return why the states of recurrent layers cannot be kept, without which nothing of a prompt is a hit; empty where
+    they can, and where there are none."""
+    specs = [spec_of(group) for group in kv_cache_config.kv_cache_groups]
+    mode = next((spec.mamba_cache_mode for spec in specs if kind_of(spec) == _STATE), None)
+    if mode is None:
+        return ""
+    if mode != "align":
+        return (
+            f"mamba_cache_mode is {mode!r}: only with 'align', and prefix caching on, are states of recurrent layers "
+            "kept at the ends of blocks and named"
+        )
+    sizes = sorted({spec.block_size for spec in specs})
+    if len(sizes) > 1:
+        return f"cache groups have blocks of {sizes} tokens beside recurrent state"
+    speculative = vllm_config.speculative_config
+    if speculative is not None:
+        return f"with speculative decoding by {speculative.method} a recurrent state is one behind drafts"
+    return ""
 
 
 def _group_of(group: Any, stride: int) -> Group:
@@ -77,11 +93,6 @@ def _group_of(group: Any, stride: int) -> Group:
     if kind in _FULL:
         return Group(stride=stride)
     if kind == _STATE:
-        if spec.mamba_cache_mode != "align":
-            raise InvalidRequest(
-                f"mamba_cache_mode = {spec.mamba_cache_mode!r} is not supported, only 'align' with prefix caching on, "
-                "which keeps recurrent layers' state at ends of blocks"
-            )
         return Group.of_state(stride)
     if kind == _CHUNKED:
         if spec.attention_chunk_size % spec.block_size:
@@ -129,8 +140,8 @@ def check_settings(groups: Sequence[Group], vllm_config: Any, load: str) -> None
     if vllm_config.lora_config is not None:
         raise InvalidRequest(f"adapters (LoRA) are not supported for several cache groups{advice}")
     speculative = vllm_config.speculative_config
-    if speculative is not None and (has_states or speculative.use_eagle()):
+    if speculative is not None and speculative.use_eagle():
         raise InvalidRequest(
             f"speculative decoding by {speculative.method} is not supported for several cache groups: its layers read "
-            f"blocks before a window, and a recurrent state is one behind drafts{advice}"
+            f"blocks before a window{advice}"
         )
