@@ -10,7 +10,9 @@ Invariants:
   orders are bounded; beyond that the oldest goes.
 - An order names only blocks that the source's and not the target's events say are there. It ends carried out or
   expired, once; no node has two for the same blocks.
-- Blocks of a pool with several shards are not ordered: events name the keys of the first one alone.
+- Blocks of a pool with several shards are not ordered: events name the keys of the first one alone. Nor are those of a
+  model with several kinds of attention: prompts are looked up by the keys of full attention, without whose windows and
+  states a copy would be worth nothing.
 
 Concurrency: one thread; the caller says what time it is.
 """
@@ -103,7 +105,9 @@ class CopyOrders:
         self.counts: Counter[str] = Counter()
 
     def routed(self, pool: Pool, slot: int, hashes: bytes) -> None:
-        """Leave a prompt to be counted."""
+        """Leave a prompt to be counted, if its blocks may be ordered."""
+        if pool.layers or pool.namespace.tensor_shards * pool.namespace.pipeline_shards > 1:
+            return
         if len(self._wanted) == MAX_HEAT_PROMPTS:
             self.counts["prompts_passed_over"] += 1
         self._wanted.append(Wanted(pool, slot, hashes))
@@ -162,10 +166,9 @@ class CopyOrders:
         self._cool.expire(now_s)
         left = MAX_COPIED_BLOCKS
         for pool in self._registry.pools():
-            if pool.namespace.tensor_shards * pool.namespace.pipeline_shards == 1:
-                nodes = sorted(_nodes(pool, now_s).values(), key=_busy_s)
-                left -= self._order(pool, nodes, left, now_s)
-                self._cool.sweep(pool.namespace.digest, partial(self._holders, nodes), self._heat, now_s)
+            nodes = sorted(_nodes(pool, now_s).values(), key=_busy_s)
+            left -= self._order(pool, nodes, left, now_s)
+            self._cool.sweep(pool.namespace.digest, partial(self._holders, nodes), self._heat, now_s)
 
     def _end_orders(self, now_s: float) -> None:
         """End the orders that were carried out, and those whose time is up, whose nodes get none for a while."""

@@ -21,6 +21,7 @@ from kvfs.limits import (
     MAX_HOT_RUNS,
     MAX_ORDER_BLOCKS,
 )
+from kvfs.namespace_groups import KIND, LAYERS
 from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.sources import Place, StreamName
 from scheduler.conductor.values import Instance, Routed, RouteRequest
@@ -43,7 +44,8 @@ def node(n: int, **changes: Any) -> Instance:
 def holds(made: Conductor, n: int, hashes: list[bytes]) -> None:
     stream = made.registry.stream(StreamName(f"node-{n}", 0))
     assert stream is not None
-    made.registry.stored(stream, Place(CPU), b"".join(hashes), None)
+    [model] = stream.models
+    made.registry.stored(stream, Place(CPU, model=model), b"".join(hashes), None)
 
 
 def ask(made: Conductor, hashes: list[bytes], *, exclude: tuple[str, ...] = ()) -> None:
@@ -102,7 +104,7 @@ def test_a_hot_prefix_is_ordered_to_a_node_without_it_until_its_events_have_it()
     assert (counts["carried_out"], counts["copied_blocks"], orders(made, target)) == (1, 40, [])
 
 
-def test_what_is_cold_used_in_place_or_of_several_shards_is_not_ordered() -> None:
+def test_what_is_cold_or_used_in_place_is_not_ordered() -> None:
     clock = Clock()
     made = conductor(clock, node(0), node(1), copies=True, fitted=False)
     made.tick()
@@ -112,8 +114,19 @@ def test_what_is_cold_used_in_place_or_of_several_shards_is_not_ordered() -> Non
     for _ in range(20):
         ask(made, SYSTEM, exclude=("i1",))
     assert sweep(made, clock) == {}
-    sharded = hot(clock, namespace={**NAMESPACE.as_mapping(), "tensor_shards": 2})
-    assert sweep(sharded, clock) == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "ordered"),
+    [({}, 1), ({"tensor_shards": 2}, 0), ({"extra": {KIND: "FullAttentionSpec", LAYERS: "0"}}, 0)],
+    ids=["one key", "several shards", "several kinds of attention"],
+)
+def test_what_has_more_keys_than_a_prompt_is_looked_up_by_is_not_ordered(
+    field: dict[str, Any], ordered: int
+) -> None:
+    clock = Clock()
+    made = hot(clock, namespace={**NAMESPACE.as_mapping(), **field})
+    assert sweep(made, clock).get("ordered", 0) == ordered
 
 
 def test_a_node_that_lets_orders_expire_gets_none_for_a_while() -> None:
