@@ -161,6 +161,21 @@ def test_a_cache_too_small_for_the_batch(lfm2: Engines, service: Service, runs: 
     assert {*first.finish, *second.finish} == {"length"}
 
 
+def test_an_engine_whose_states_cannot_be_kept_says_so_once_and_computes(
+    lfm2: Engines, service: Service, runs: dict[str, Run]
+) -> None:
+    """Without prefix caching vLLM keeps none."""
+    had = contents(service)
+    with start(lfm2, "keeps no states", connector(service), prefix_caching=False) as engine:
+        both = [engine.generate(STORED, max_tokens=ANSWER) for _ in range(2)]
+        said = [line for line in engine.log().splitlines() if "nothing is loaded or stored" in line]
+    assert [wrong(each, runs) for each in both] == [[], []]
+    assert len(said) == 1, said
+    assert "mamba_cache_mode is 'none'" in said[0]
+    assert {count for each in both for name, count in each.counts.items() if "blocks" in name} == {0}
+    assert contents(service) == had
+
+
 def test_states_that_are_evicted_make_a_miss_of_all_and_the_rest_outlives_a_kill(
     lfm2: Engines, service: Service, runs: dict[str, Run], before: set[str]
 ) -> None:
