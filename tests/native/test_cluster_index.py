@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvfs._native.cluster.index import MAX_SOURCES, MAX_WINDOWS, ClusterIndex
+from kvfs._native.cluster.index import MAX_SOURCES, MAX_STRIDE, MAX_WINDOWS, ClusterIndex
 from kvfs.errors import InvalidRequest
 
 SOURCES = [0, 1, 2, 63, 64, 1000, 1023]
@@ -24,7 +24,8 @@ sources = st.sampled_from(SOURCES)
 prompts = st.lists(st.sampled_from(KEYS), max_size=12)
 parts = st.tuples(st.integers(0, 8_000), st.integers(0, 1_500)).map(lambda at: HEAP[at[0] : at[0] + at[1]])
 blocks = st.one_of(prompts, prompts, parts)
-windows = st.lists(st.tuples(sources, st.integers(1, 4)), max_size=3)
+strides = st.sampled_from([1, 1, 2, 3, 4])
+windows = st.lists(st.tuples(sources, st.integers(1, 4), strides), max_size=3)
 
 
 class Model:
@@ -33,7 +34,7 @@ class Model:
     def __init__(self) -> None:
         self.holders: dict[bytes, set[int]] = {}
         self.producers: dict[bytes, int] = {}
-        self.windows: dict[int, list[tuple[int, int]]] = {}
+        self.windows: dict[int, list[tuple[int, int, int]]] = {}
         self.others: dict[int, int] = {}
 
     def add(self, source: int, hashes: Iterable[bytes], producer: int | None = None) -> None:
@@ -69,17 +70,18 @@ class Model:
         """Return who has each block of the longest prefix for somebody who goes on from there."""
         held = list(takewhile(bool, (self.holders.get(key, set()) for key in hashes)))
 
-        def goes_on(source: int, windows: list[tuple[int, int]], end: int) -> bool:
+        def goes_on(source: int, windows: list[tuple[int, int, int]], end: int) -> bool:
             either = {source, self.others.get(source, source)}
             return all(either & each for each in held[:end]) and all(
-                holder in each for holder, count in windows for each in held[max(end - count, 0) : end]
+                end % stride == 0 and all(holder in each for each in held[stride - 1 : end : stride][-count:])
+                for holder, count, stride in windows
             )
 
         ends = {
             source: max((n for n in range(1, len(held) + 1) if goes_on(source, windows, n)), default=0)
             for source, windows in self.windows.items()
         }
-        beside = {holder for windows in self.windows.values() for holder, _ in windows}
+        beside = {holder for windows in self.windows.values() for holder, _, _ in windows}
         found = [{each for each in some if n < ends.get(each, n + 1)} - beside for n, some in enumerate(held)]
         return list(takewhile(bool, found))
 
@@ -131,7 +133,7 @@ class Machine(RuleBasedStateMachine):
         self.model.clear(source)
 
     @rule(source=sources, windows=windows, other=st.none() | sources)
-    def set_windows(self, source: int, windows: list[tuple[int, int]], other: int | None) -> None:
+    def set_windows(self, source: int, windows: list[tuple[int, int, int]], other: int | None) -> None:
         self.index.set_windows(source, windows, other)
         self.model.windows.pop(source, None)
         self.model.others[source] = source if other is None else other
@@ -255,11 +257,11 @@ def test_sources_that_are_cleared_and_not_swept_are_counted() -> None:
 
 @given(
     st.lists(st.sets(st.integers(0, 11), max_size=4), min_size=4, max_size=4),
-    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), max_size=3),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), strides), max_size=3),
     st.sampled_from([None, 0, 3]),
 )
 def test_a_source_counts_as_far_as_its_windows_go_on(
-    lost: list[set[int]], beside: list[tuple[int, int]], other: int | None
+    lost: list[set[int]], beside: list[tuple[int, int, int]], other: int | None
 ) -> None:
     index, model, hashes = ClusterIndex(100), Model(), HEAP[:12]
     for source, gone in enumerate(lost):
@@ -280,7 +282,7 @@ def test_a_source_counts_as_far_as_its_windows_go_on(
 def test_a_prompt_goes_on_from_where_windows_and_states_are_there() -> None:
     """Source 0 has full attention, 1 a window of two blocks, 2 states, of which the engine has kept two."""
     index, hashes = ClusterIndex(1_000), b"".join(HEAP[:10])
-    index.set_windows(0, [(1, 2), (2, 1)])
+    index.set_windows(0, [(1, 2, 1), (2, 1, 1)])
     index.add(0, hashes)
     assert index.runs(hashes) == ()
     index.add(1, hashes)
@@ -294,6 +296,27 @@ def test_a_prompt_goes_on_from_where_windows_and_states_are_there() -> None:
     assert index.runs(hashes) == ((0b100001, 4, None), (0b100000, 6, None))
     index.set_windows(0, [])
     assert index.depths(hashes, [1]) == [10]
+
+
+def test_a_prompt_goes_on_where_longer_blocks_of_windows_end() -> None:
+    """Source 1 has blocks as long as three of source 0, of which two are read; source 2 states as long as two."""
+    index, hashes = ClusterIndex(1_000), b"".join(HEAP[:16])
+    index.add(0, hashes)
+    index.set_windows(0, [(1, 2, 3)])
+    assert index.match(hashes) == []
+    index.add(1, HEAP[2] + HEAP[5] + HEAP[11] + HEAP[14])
+    assert index.match(hashes) == [(0, 15)]
+    index.remove(1, HEAP[14])
+    assert (index.match(hashes), index.runs(hashes)) == ([(0, 6)], ((1, 6, None),))
+    index.add(1, HEAP[8])
+    assert index.match(hashes) == [(0, 12)], "within a run that all hold"
+    index.add(2, HEAP[5])
+    index.set_windows(0, [(1, 2, 3), (2, 1, 2)])
+    assert index.match(hashes) == [(0, 6)]
+    index.add(3, hashes)
+    assert index.runs(hashes) == ((0b1001, 6, None), (0b1000, 10, None))
+    index.set_windows(0, [(1, 1, MAX_STRIDE - n) for n in range(MAX_WINDOWS)])
+    assert index.match(hashes) == [(3, 16)], "no prompt is as long as that"
 
 
 def test_blocks_without_their_parent_are_counted() -> None:
@@ -350,9 +373,11 @@ def test_questions_from_other_threads_are_answered_while_blocks_come_and_go() ->
         lambda index: index.depths(bytes(16), [-1]),
         lambda index: index.depths(bytes(16), [1 << MAX_SOURCES]),
         lambda index: index.set_windows(MAX_SOURCES, []),
-        lambda index: index.set_windows(0, [(MAX_SOURCES, 1)]),
-        lambda index: index.set_windows(0, [(1, 1)], MAX_SOURCES),
-        lambda index: index.set_windows(0, [(1, 1)] * (MAX_WINDOWS + 1)),
+        lambda index: index.set_windows(0, [(MAX_SOURCES, 1, 1)]),
+        lambda index: index.set_windows(0, [(1, 1, 0)]),
+        lambda index: index.set_windows(0, [(1, 1, MAX_STRIDE + 1)]),
+        lambda index: index.set_windows(0, [(1, 1, 1)], MAX_SOURCES),
+        lambda index: index.set_windows(0, [(1, 1, 1)] * (MAX_WINDOWS + 1)),
     ],
 )
 def test_what_is_out_of_range_is_refused(call: object) -> None:

@@ -9,6 +9,7 @@ MAX_SOURCES: Final = 1024
 SPARE_SOURCES: Final = 64
 """While fewer are cleared and not swept yet, adding blocks of whatever source never waits for a sweep."""
 MAX_WINDOWS: Final = 8
+MAX_STRIDE: Final = 4096
 """Of one source."""
 
 @disjoint_base
@@ -42,15 +43,17 @@ class ClusterIndex:
         """Sweep so many segments, of 3,069 places each, of what cleared sources held; return whether some are left.
         Changes of blocks do the same as they go. The mutex is free between two segments."""
 
-    def set_windows(self, source: int, windows: Sequence[tuple[int, int]], other: int | None = None) -> None:
+    def set_windows(self, source: int, windows: Sequence[tuple[int, int, int]], other: int | None = None) -> None:
         """Count a source, from the first block on, only as far as what lies beside it goes on, in place of what was
         said before; () ends it.
 
-        `windows`: sources, MAX_WINDOWS at most, each with how many blocks it must hold one behind the other before a
-        boundary, or all where there are fewer: those of a sliding window, or the one of a recurrent state. `runs`,
-        `match` and `depths` then have the source up to the last boundary from which a prompt can go on, and the
-        windows themselves not at all; so a source that is its own window counts nowhere. `other`: a source that may
-        have what this one lacks of a prompt: both lie in one store. Raises InvalidRequest for more windows.
+        `windows`: sources, MAX_WINDOWS at most, each with how many blocks of its own it must hold one behind the other
+        before a boundary, or all where there are fewer: those of a sliding window, or the one of a recurrent state. Its
+        third number says how many of this source's blocks one of them is as long as, MAX_STRIDE at most: it has the
+        hash of the last, and a boundary is where one of each window ends. `runs`, `match` and `depths` then have the
+        source up to the last boundary from which a prompt can go on, and the windows themselves not at all; so a source
+        that is its own window counts nowhere. `other`: a source that may have what this one lacks of a prompt: both lie
+        in one store. Raises InvalidRequest for more windows, and longer blocks.
         """
 
     # --- what is under way --------------------------------------------------------------------------------

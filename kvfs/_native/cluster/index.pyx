@@ -36,6 +36,7 @@ cdef extern from "cluster/index_core.h" nogil:
     enum:
         KVFS_CLUSTER_SEGMENT_BLOCKS
         KVFS_WINDOWS_OF_SOURCE
+        KVFS_WINDOW_STRIDE
     struct kvfs_depth:
         uint32_t source
         uint32_t blocks
@@ -43,6 +44,7 @@ cdef extern from "cluster/index_core.h" nogil:
         uint32_t source
         uint32_t holder
         uint32_t blocks
+        uint32_t stride
         uint32_t other
     kvfs_cluster *kvfs_cluster_new(uint64_t max_blocks, uint64_t seed)
     void kvfs_cluster_free(kvfs_cluster *c)
@@ -66,6 +68,7 @@ cdef extern from "cluster/index_core.h" nogil:
 
 MAX_SOURCES = KVFS_CLUSTER_SOURCES
 MAX_WINDOWS = KVFS_WINDOWS_OF_SOURCE
+MAX_STRIDE = KVFS_WINDOW_STRIDE
 SPARE_SOURCES = KVFS_COLUMNS - KVFS_CLUSTER_SOURCES
 
 cdef enum:
@@ -220,8 +223,10 @@ cdef class ClusterIndex:
         if count > KVFS_WINDOWS_OF_SOURCE:
             raise InvalidRequest(f"source {source}: {count} windows: the limit is {KVFS_WINDOWS_OF_SOURCE}")
         for place in range(count):
-            given[place].holder, given[place].blocks = windows[place]
+            given[place].holder, given[place].blocks, given[place].stride = windows[place]
             check_source(given[place].holder)
+            if not 1 <= given[place].stride <= KVFS_WINDOW_STRIDE:
+                raise InvalidRequest(f"stride {given[place].stride}: must be from 1 to {KVFS_WINDOW_STRIDE}")
             given[place].other = <uint32_t>beside
         kvfs_lock(&self._mutex)
         rc = kvfs_cluster_set_windows(self._c, source, given, count)

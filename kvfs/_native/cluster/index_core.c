@@ -414,8 +414,7 @@ int kvfs_cluster_runs(const struct kvfs_cluster *c, const uint8_t *hashes, size_
         runs->at = grown;
         if (!next_run(&walk, &runs->at[runs->count])) break;
     }
-    kvfs_windows_limit(&c->windows, runs);
-    return 0;
+    return kvfs_windows_limit(&c->windows, runs);
 }
 
 int kvfs_cluster_set_windows(struct kvfs_cluster *c, uint32_t source, const struct kvfs_window *windows, size_t count) {

@@ -32,11 +32,13 @@ struct kvfs_depth {
 };
 
 #define KVFS_WINDOWS_OF_SOURCE 8u
+#define KVFS_WINDOW_STRIDE 4096u
 
-/* Blocks beside those of `source`: a prompt goes on from a boundary only where `holder` has the last `blocks` before it.
- * `other` may have in place of `source` what this lacks of the prompt; none but itself is `source`. */
+/* Blocks beside those of `source`, each as long as `stride` of these, KVFS_WINDOW_STRIDE at most, and by the hash of the
+ * last: a prompt goes on from a boundary only where one of them ends and `holder` has the last `blocks` before it. `other`
+ * may have in place of `source` what this lacks of the prompt; none but itself is `source`. */
 struct kvfs_window {
-    uint32_t source, holder, blocks, other;
+    uint32_t source, holder, blocks, stride, other;
 };
 
 struct kvfs_cluster *kvfs_cluster_new(uint64_t max_blocks, uint64_t seed);

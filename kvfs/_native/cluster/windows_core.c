@@ -2,8 +2,9 @@
  * layers with sliding windows and recurrent layers have blocks of their own, each kind in a source of its own.
  *
  * A prompt goes on from a boundary if the source itself, or its other one, has each block before it and each of its windows
- * has the last `blocks` of them, or all where there are fewer. The same hold all blocks of a run, so that its last boundary
- * is the best of it: the ends of runs alone are looked at.
+ * has the last `blocks` of its own before it, or all where there are fewer. Those of a window may be longer: each has the
+ * hash of the source's block that ends where it does, and a boundary is where one of each window ends. The same hold all
+ * blocks of a run, so that its last boundary is the best of it: of each run that one alone is looked at.
  *
  * Invariants: a window holds nothing for a prompt by itself, and is in no run that is returned. Costs: sources with
  * windows x runs. Concurrency: none.
@@ -13,8 +14,6 @@
 
 #include <errno.h>
 #include <string.h>
-
-#define NOWHERE UINT64_MAX
 
 static int has_source(const uint64_t *mask, uint32_t source) { return (mask[source / 64] >> source % 64 & 1) != 0; }
 static void take_source(uint64_t *mask, uint32_t source) { mask[source / 64] &= ~(1ull << source % 64); }
@@ -34,27 +33,66 @@ int kvfs_windows_set(struct kvfs_windows *w, uint32_t source, const struct kvfs_
     return 0;
 }
 
-/* How many runs there are up to the last one at whose end a source can be used. */
-static size_t usable_runs(const struct kvfs_window *windows, size_t count, const struct kvfs_runs *runs) {
-    uint64_t since[KVFS_WINDOWS_OF_SOURCE] = {0}; /* from which block on each window has all */
-    uint64_t end = 0;
-    size_t usable = 0;
+/* How far apart the boundaries are at which a block of each window ends. */
+static uint64_t apart(const struct kvfs_window *windows, size_t count) {
+    uint64_t blocks = 1;
+    for (size_t k = 0; k < count && blocks <= UINT32_MAX; k++) {
+        uint64_t one = blocks, other = windows[k].stride;
+        while (other) {
+            const uint64_t rest = one % other;
+            one = other;
+            other = rest;
+        }
+        blocks = blocks / one * windows[k].stride;
+    }
+    return blocks;
+}
+
+/* How many blocks there are up to the last boundary at which a source can be used. */
+static uint64_t usable_blocks(const struct kvfs_window *windows, size_t count, const struct kvfs_runs *runs) {
+    uint64_t held[KVFS_WINDOWS_OF_SOURCE] = {
+        0}; /* of each window's own blocks those that it has up to here, without a gap */
+    const uint64_t step = apart(windows, count);
+    uint64_t end = 0, usable = 0;
     for (size_t i = 0; i < runs->count; i++) {
         const struct kvfs_run *run = &runs->at[i];
         if (!has_source(run->holders, windows->source) && !has_source(run->holders, windows->other)) break;
         const uint64_t first = end;
-        int goes_on = 1;
         end += run->blocks;
+        const uint64_t boundary = end - end % step;
+        int goes_on = boundary > first;
         for (size_t k = 0; k < count; k++) {
-            if (!has_source(run->holders, windows[k].holder))
-                since[k] = NOWHERE;
-            else if (since[k] == NOWHERE)
-                since[k] = first;
-            goes_on &= since[k] != NOWHERE && (!since[k] || end - since[k] >= windows[k].blocks);
+            const uint64_t stride = windows[k].stride, before = first / stride;
+            if (end / stride == before)
+                continue; /* none of its blocks ends in this run, nor does a boundary lie there */
+            const int has_all = has_source(run->holders, windows[k].holder);
+            const uint64_t there = has_all ? held[k] + boundary / stride - before : 0;
+            goes_on &= there >= windows[k].blocks || (there && there == boundary / stride);
+            held[k] = has_all ? held[k] + end / stride - before : 0;
         }
-        if (goes_on) usable = i + 1;
+        if (goes_on) usable = boundary;
     }
     return usable;
+}
+
+/* Takes a source out of the runs behind its first blocks, and ends one there: 0 or -ENOMEM. */
+static int take_behind(struct kvfs_runs *runs, uint32_t source, uint64_t blocks) {
+    uint64_t end = 0;
+    for (size_t i = 0; i < runs->count; i++) {
+        const uint64_t first = end;
+        end += runs->at[i].blocks;
+        if (end <= blocks) continue;
+        if (first < blocks) {
+            struct kvfs_run *grown = kvfs_grow(runs->at, &runs->room, runs->count + 1, sizeof *grown);
+            if (!grown) return -ENOMEM;
+            runs->at = grown;
+            memmove(&grown[i + 1], &grown[i], (runs->count++ - i) * sizeof *grown);
+            grown[i].blocks = blocks - first;
+            grown[++i].blocks = end - blocks;
+        }
+        take_source(runs->at[i].holders, source);
+    }
+    return 0;
 }
 
 /* One past the last of the windows that are of the same source as the one at `first`. */
@@ -83,17 +121,19 @@ static void join_runs(struct kvfs_runs *runs) {
     runs->count = kept;
 }
 
-void kvfs_windows_limit(const struct kvfs_windows *w, struct kvfs_runs *runs) {
-    size_t usable[KVFS_CLUSTER_SOURCES];
-    if (!w->count) return;
+int kvfs_windows_limit(const struct kvfs_windows *w, struct kvfs_runs *runs) {
+    uint64_t usable[KVFS_CLUSTER_SOURCES];
+    if (!w->count) return 0;
     for (uint32_t first = 0; first < w->count; first = next_source(w, first))
-        usable[w->at[first].source] = usable_runs(&w->at[first], next_source(w, first) - first, runs);
-    for (uint32_t first = 0; first < w->count; first = next_source(w, first))
-        for (size_t i = usable[w->at[first].source]; i < runs->count; i++)
-            take_source(runs->at[i].holders, w->at[first].source);
+        usable[w->at[first].source] = usable_blocks(&w->at[first], next_source(w, first) - first, runs);
+    for (uint32_t first = 0; first < w->count; first = next_source(w, first)) {
+        const int rc = take_behind(runs, w->at[first].source, usable[w->at[first].source]);
+        if (rc) return rc;
+    }
     for (uint32_t k = 0; k < w->count; k++)
         for (size_t i = 0; i < runs->count; i++) take_source(runs->at[i].holders, w->at[k].holder);
     join_runs(runs);
+    return 0;
 }
 
 size_t kvfs_runs_match(const struct kvfs_runs *runs, struct kvfs_depth depths[KVFS_CLUSTER_SOURCES]) {

@@ -12,8 +12,8 @@ struct kvfs_windows {
 
 /* Give a source its windows, in place of those it had: 0 or -ENOMEM, and then it has those it had. */
 int kvfs_windows_set(struct kvfs_windows *w, uint32_t source, const struct kvfs_window *given, size_t count);
-/* Take every source with windows out of the runs behind the last one at whose end it can be used. */
-void kvfs_windows_limit(const struct kvfs_windows *w, struct kvfs_runs *runs);
+/* Take every source with windows out of the runs behind the last boundary at which it can be used: 0 or -ENOMEM. */
+int kvfs_windows_limit(const struct kvfs_windows *w, struct kvfs_runs *runs);
 /* Write what kvfs_cluster_match and kvfs_cluster_depths do, from runs. */
 size_t kvfs_runs_match(const struct kvfs_runs *runs, struct kvfs_depth depths[KVFS_CLUSTER_SOURCES]);
 void kvfs_runs_depths(const struct kvfs_runs *runs, const uint64_t *masks, size_t mask_count, uint64_t *depths);
