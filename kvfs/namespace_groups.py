@@ -23,6 +23,8 @@ KIND: Final = "group_kind"
 WINDOW: Final = "group_window"
 """Tokens of a sliding window, or `none`."""
 LAYERS: Final = "group_layers"
+FULL_TOKENS: Final = "full_tokens"
+"""Tokens of a block of full attention, of the first group of it; said where groups have blocks of different sizes."""
 CHUNK: Final = "group_chunk"
 STATE: Final = "group_state"
 CACHE: Final = "cache"
@@ -39,15 +41,14 @@ _SPOKEN_KINDS: Final = {
 }
 _FULL: Final = frozenset(("full_attention", "mla_attention"))
 _OF_GROUPS: Final = frozenset(("dtype", "layout", KIND, WINDOW, LAYERS, CHUNK, STATE, CACHE, BACKEND))
-"""In what the groups of one cache may differ. Those with blocks of another number of tokens are of another one here:
-they end at other boundaries."""
+"""In what the groups of one cache may differ; in their number of tokens, too, where they say that of full attention."""
 
 
 class NamespaceGroup(NamedTuple):
     """A cache group whose blocks a namespace names."""
 
     model: bytes
-    """16 bytes, the same for all groups of one cache that have blocks of as many tokens."""
+    """16 bytes, the same for all groups of one cache."""
     kind: str
     """By the name that KV events have for it, vLLM's KVCacheSpecKind."""
     window_tokens: int | None
@@ -74,10 +75,8 @@ def group_in(namespace: Namespace) -> NamespaceGroup | None:
     if kind is None:
         return None
     fields = namespace.as_mapping()
-    shared = [
-        {name: some[name] for name in some.keys() - _OF_GROUPS - {"extra"}}
-        for some in (fields, fields["extra"])
-    ]
+    apart = _OF_GROUPS | {"extra"} | ({"block_tokens"} if FULL_TOKENS in namespace.extra else set())
+    shared = [{name: some[name] for name in some.keys() - apart} for some in (fields, fields["extra"])]
     canonical = json.dumps(shared, sort_keys=True, separators=(",", ":")).encode("ascii")
     window = namespace.extra.get(WINDOW, "")
     is_number = window.isascii() and window.isdecimal() and len(window) <= len(str(MAX_WINDOW_TOKENS))

@@ -377,8 +377,8 @@ class Conductor:
         windows: Counter[tuple[str, int]] = Counter()
         for place, source in stream.sources.items():
             count = self._index.source_blocks(source)
-            if place.window_blocks:
-                windows[place.medium, place.window_blocks] += count
+            if place.window.blocks:
+                windows[place.medium, place.window.blocks * place.window.stride] += count
             else:
                 full[place.medium] += count
         return {"blocks": dict(full), "windows": [[*kind, count] for kind, count in windows.items()]}

@@ -33,7 +33,7 @@ from kvfs.limits import (
 )
 from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.pool import Member, Options, Pool
-from scheduler.conductor.sources import Knowledge, Place, Sources, Stream, StreamName
+from scheduler.conductor.sources import Knowledge, Place, Sources, Stream, StreamName, Window
 from scheduler.conductor.values import EngineMetrics, Instance, unless_awaited
 
 log = logging.getLogger("kvfs.conductor")
@@ -84,7 +84,7 @@ class Registry:
         self._topics |= {stream.name.topic for stream in streams}
         for stream in streams:
             stream.expecting.add(expected)
-            stream.models.add(pool.layers)
+            stream.block_tokens[pool.layers] = pool.namespace.block_tokens
             self.unregistered.pop(str(stream.name), None)
         self._pools[instance.model] = pool
         self._members[instance.name] = pool, pool.join(instance, expected, streams)
@@ -103,7 +103,9 @@ class Registry:
                     self._sources.release(source)
                 del self._streams[stream.name]
             else:
-                stream.models = {each.layers for each, _ in self.users_of(stream.name)}
+                still_there = {each.layers for each, _ in self.users_of(stream.name)}
+                for layers in stream.block_tokens.keys() - still_there:
+                    del stream.block_tokens[layers]
         self._topics = {stream.topic for stream in self._streams}
         if not pool.members:
             del self._pools[pool.model]
@@ -278,12 +280,12 @@ class Registry:
         for expected in stream.expecting:
             self._index.remove(expected, hashes)
 
-    def layers_are(self, stream: Stream, group: int, window_blocks: int) -> None:
-        """Note what a group of an engine's layers reads before a boundary, as `Place` has it."""
+    def layers_are(self, stream: Stream, group: int, window: Window) -> None:
+        """Note what a group of an engine's layers reads before a boundary."""
         known = stream.groups.get(group)
-        if known == window_blocks or (known is None and len(stream.groups) >= MAX_ENGINE_GROUPS):
+        if known == window or (known is None and len(stream.groups) >= MAX_ENGINE_GROUPS):
             return
-        stream.groups[group] = window_blocks
+        stream.groups[group] = window
         self._sources.limit(stream)
         self._rebuild_users_of(stream)
 

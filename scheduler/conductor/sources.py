@@ -34,13 +34,21 @@ class StreamName(NamedTuple):
         return f"{self.topic}/{self.rank}" if self.rank else self.topic
 
 
+class Window(NamedTuple):
+    """What layers read before a boundary."""
+
+    blocks: int = 0
+    """The last ones of their own, the last state alone among them; 0: all, full attention."""
+    stride: int = 1
+    """Blocks of full attention that one of theirs is as long as."""
+
+
 class Place(NamedTuple):
     """Where a stream's blocks are: in a medium, and of which layers."""
 
     medium: str
     """Empty: in whichever the store has."""
-    window_blocks: int = 0
-    """Blocks that these layers read before a boundary, the last state alone among them; 0: all, full attention."""
+    window: Window = Window()
     model: bytes = b""
     """Of several kinds of attention, in a store, which has blocks of many: `namespace_groups.NamespaceGroup.model`."""
 
@@ -74,14 +82,15 @@ class Stream:
     """When its last event came."""
     owed_s: float = float("inf")
     """Since when an answer needed blocks of which no event has come, nor any other."""
-    groups: dict[int, int] = field(default_factory=dict)
-    """What each of the engine's groups of layers reads before a boundary, as `Place` has it, once it has said that."""
+    groups: dict[int, Window] = field(default_factory=dict)
+    """What each of the engine's groups of layers reads before a boundary, once it has said that."""
     sources: dict[Place, int] = field(default_factory=dict)
     """The number of each place, of windows MAX_WINDOWS for each medium at most."""
     windows: set[Place] = field(default_factory=set)
     """Where blocks of windows were, whether these places have numbers or not."""
-    models: set[bytes] = field(default_factory=set)
-    """Of which its instances are, as `Place.model` has them; blocks of others count for nobody."""
+    block_tokens: dict[bytes, int] = field(default_factory=dict)
+    """Tokens of a block of full attention, by the models of its instances, as `Place.model` has them; blocks of others
+    count for nobody."""
     has_others: bool = False
     """Whether blocks of others were passed over."""
     expecting: set[int] = field(default_factory=set)
@@ -90,7 +99,7 @@ class Stream:
     def media(self, model: bytes) -> Iterator[tuple[str, int]]:
         """Yield where blocks of full attention are that count for a model, and the numbers of these places."""
         for place, source in self.sources.items():
-            if not place.window_blocks and place.model == (model if self.is_store else b""):
+            if not place.window.blocks and place.model == (model if self.is_store else b""):
                 yield place.medium, source
 
 
@@ -114,7 +123,7 @@ class Sources:
 
     def assign(self, stream: Stream, place: Place) -> int:
         """Give a place of a stream a number, which it has not got. Raises LimitExceeded."""
-        if place.window_blocks:
+        if place.window.blocks:
             stream.windows.add(place)
         try:
             number = stream.sources[place] = self.take()
@@ -128,11 +137,11 @@ class Sources:
         In an engine's own memory that is all layers that it has named: of those that have told nothing yet it has
         nothing. What offloads blocks may tell those of full attention alone. Without numbers for all, none count.
         """
-        full = {place: source for place, source in stream.sources.items() if not place.window_blocks}
+        full = {place: source for place, source in stream.sources.items() if not place.window.blocks}
         for place, source in full.items():
             beside = {each for each in stream.windows if _is_beside(each, place)}
             if place.medium == GPU:
-                beside |= {Place(GPU, size) for size in stream.groups.values() if size}
+                beside |= {Place(GPU, window) for window in stream.groups.values() if window.blocks}
             other = next(
                 (
                     at
@@ -142,10 +151,12 @@ class Sources:
                 None,
             )
             try:
-                windows = [(self._window(stream, each), each.window_blocks) for each in sorted(beside)]
+                windows = [(self._window(stream, each), *each.window) for each in sorted(beside)]
             except LimitExceeded:
-                windows = [(source, 1)]
-            self._index.set_windows(source, windows if len(windows) <= MAX_WINDOWS else [(source, 1)], other)
+                windows = [(source, 1, 1)]
+            self._index.set_windows(
+                source, windows if len(windows) <= MAX_WINDOWS else [(source, 1, 1)], other
+            )
 
     def _window(self, stream: Stream, place: Place) -> int:
         """Return the number of a place, which gets one. Raises LimitExceeded."""
@@ -161,7 +172,7 @@ class Sources:
         stream.groups.clear()
         stream.windows.clear()
         for place, source in list(stream.sources.items()):
-            if place.window_blocks:
+            if place.window.blocks:
                 self.release(stream.sources.pop(place))
             else:
                 self._index.set_windows(source, ())

@@ -43,7 +43,9 @@ class ClusterIndex:
         """Sweep so many segments, of 3,069 places each, of what cleared sources held; return whether some are left.
         Changes of blocks do the same as they go. The mutex is free between two segments."""
 
-    def set_windows(self, source: int, windows: Sequence[tuple[int, int, int]], other: int | None = None) -> None:
+    def set_windows(
+        self, source: int, windows: Sequence[tuple[int, int, int]], other: int | None = None
+    ) -> None:
         """Count a source, from the first block on, only as far as what lies beside it goes on, in place of what was
         said before; () ends it.
 

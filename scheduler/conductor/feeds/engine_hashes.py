@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from kvfs.errors import KvfsError
 from kvfs.events.block_copies import BlockCopies
-from kvfs.events.kv_events import BlockHash, BlockRemoved, BlockStored
+from kvfs.events.kv_events import BlockHash, BlockRemoved, BlockStored, group_of
 from kvfs.keys import HASH_BYTES, prefix_hashes
 from kvfs.limits import MAX_ENGINE_BLOCKS
 from kvfs.namespaces import Namespace
@@ -72,7 +72,7 @@ class EngineHashes:
         if fault:
             self._counts[fault] += count
             return NOTHING
-        if place.window_blocks:
+        if place.window.blocks:
             # Of a stretch of tokens windows and recurrent layers keep some blocks, which hashes alone tell; those of
             # full attention have come with their tokens before.
             known = [hash for hash in own if hash in self._keys]
@@ -125,7 +125,7 @@ class EngineHashes:
         """Return the key of the block before the first, and why there is none of these."""
         if event.lora_id is not None or event.lora_name or any(event.extra_keys or ()):
             return None, "engine_blocks_not_by_tokens"
-        if event.block_size != self._namespace.block_tokens:
+        if event.block_size != self._namespace.block_tokens and group_of(event).is_full:
             return None, "engine_blocks_of_other_size"
         before = event.parent_block_hash
         if before is None:

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvfs._native.cluster.index import MAX_STRIDE
 from kvfs.events.event_streams import Engine, EventStreams, Missing
 from kvfs.events.kv_events import CHUNKS, GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, group_of
 from kvfs.keys import HASH_BYTES
 from scheduler.conductor.feeds.engine_hashes import EngineHashes
 from scheduler.conductor.feeds.store_windows import Change, StoreWindows
 from scheduler.conductor.registry import Registry
-from scheduler.conductor.sources import Knowledge, Place, Stream, StreamName
+from scheduler.conductor.sources import Knowledge, Place, Stream, StreamName, Window
 
 
 class Feed:
@@ -134,23 +135,19 @@ class Feed:
             self._of_engine(stream, place, event)
 
     def _place(self, stream: Stream, event: BlockStored | BlockRemoved) -> Place | None:
-        """Return where an engine's blocks are, as their group of layers has said what it is; None for layers that read
-        nothing before a token, and for all but the first group where an engine does not say what it has.
-
-        None for chunks, too, whose length no event names: to ask for all of their blocks would find next to nothing.
-        """
+        """Return where an engine's blocks are, as their group of layers has said what it is; None for layers that are
+        not followed, and for all but the first group where an engine does not say what it has."""
         group = event.group_idx or 0
         if isinstance(event, BlockStored) and event.kv_cache_spec_kind is not None:
-            if event.kv_cache_spec_kind in CHUNKS:
-                return None
-            window_blocks = group_of(event).window_blocks
-            if window_blocks != 0:
-                self._registry.layers_are(stream, group, window_blocks or 0)
-        known = stream.groups.get(group, None if group or stream.groups else 0)
+            [block_tokens] = stream.block_tokens.values()
+            window = _window_of(event, block_tokens)
+            if window is not None:
+                self._registry.layers_are(stream, group, window)
+        known = stream.groups.get(group, None if group or stream.groups else Window())
         return None if known is None else Place(event.medium or GPU, known)
 
     def _of_store(self, stream: Stream, event: BlockStored | BlockRemoved) -> None:
-        if event.layers_of and event.layers_of not in stream.models:
+        if event.layers_of and event.layers_of not in stream.block_tokens:
             stream.has_others = True
             return
         keys = [each for each in event.block_hashes if isinstance(each, bytes) and len(each) == HASH_BYTES]
@@ -166,10 +163,13 @@ class Feed:
         parent = before if isinstance(before, bytes) and len(before) == HASH_BYTES else None
         if not event.group_idx:
             self._registry.stored(stream, place, b"".join(keys), parent)
-        elif not (window_blocks := group_of(event).window_blocks) or parent is None:
+            return
+        block_tokens = stream.block_tokens.get(event.layers_of or b"", event.block_size)
+        window = _window_of(event, block_tokens)
+        if window is None or not window.blocks or parent is None:
             self._registry.counts["other_group_events"] += 1
         else:
-            self._change(stream, [self._windows_of(stream).stored(window_blocks, event, keys, parent)])
+            self._change(stream, [self._windows_of(stream).stored(window, event, keys, parent)])
 
     def _change(self, stream: Stream, changes: list[Change]) -> None:
         """Have the places of a store's windows change."""
@@ -216,3 +216,19 @@ class Feed:
         if stream.name in self._windows:
             self._windows[stream.name].clear()
         self._registry.cleared(stream, knowledge)
+
+
+def _window_of(event: BlockStored, block_tokens: int) -> Window | None:
+    """Return what an event's layers read before a boundary, beside full attention with blocks of so many tokens; None
+    where that is not followed.
+
+    Chunks are not, whose length no event names: to ask for all of their blocks would find next to nothing. Nor are
+    layers that read nothing before a token, and blocks which are not as long as one of full attention or several: of
+    those no other event has the hash.
+    """
+    group, (stride, rest) = group_of(event), divmod(event.block_size, block_tokens)
+    if group.window_blocks is None:
+        return None if event.kv_cache_spec_kind in CHUNKS else Window()
+    if rest or not group.window_blocks or not 1 <= stride <= MAX_STRIDE:
+        return None
+    return Window(group.window_blocks, stride)

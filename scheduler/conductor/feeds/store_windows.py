@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from kvfs.events.kv_events import CPU, STORAGE, BlockRemoved, BlockStored
 from kvfs.limits import MAX_ENGINE_BLOCKS
-from scheduler.conductor.sources import Place
+from scheduler.conductor.sources import Place, Window
 
 _MEDIA: Final = {CPU: 1, STORAGE: 2}
 _OTHER_MEDIUM: Final = 4
@@ -66,9 +66,9 @@ class StoreWindows:
         for beside in self._places.values():
             beside.counts.clear()
 
-    def stored(self, window_blocks: int, event: BlockStored, hashes: list[bytes], parent: bytes) -> Change:
+    def stored(self, window: Window, event: BlockStored, hashes: list[bytes], parent: bytes) -> Change:
         """Return what changes by blocks of a group that are stored."""
-        place = Place("", window_blocks, event.layers_of or b"")
+        place = Place("", window, event.layers_of or b"")
         beside = self._places.setdefault(place, _Beside())
         change = Change(place, [], self._appear(beside, event.group_idx or 0))
         for hash, anchor in zip(hashes, [parent, *hashes], strict=False):

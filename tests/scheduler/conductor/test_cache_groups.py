@@ -62,6 +62,64 @@ def test_a_prefix_is_as_long_as_each_group_has_what_its_layers_read(
     assert stand_of(*events, *gone).held(PROMPT) == (max(lengths) if has_full else 0)
 
 
+def of_long_blocks(stride: int, read: int, blocks: set[int], **values: Any) -> BlockStored:
+    """Return the event of a window of which so many blocks are read, each as long as some of full attention: vLLM gives
+    it the hash of the last."""
+    hashes = [stride * (block + 1) for block in sorted(blocks)]
+    given = {
+        "block_size": stride * BLOCK_TOKENS,
+        "kv_cache_spec_kind": "sliding_window",
+        "kv_cache_spec_sliding_window": (read - 1) * stride * BLOCK_TOKENS + 2,
+        **values,
+    }
+    return stored(hashes, PROMPT[: stride * BLOCK_TOKENS * len(hashes)], **given)
+
+
+@given(
+    st.sets(st.integers(0, BLOCKS - 1), max_size=1),
+    st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 3), st.sets(st.integers(0, BLOCKS - 1), max_size=3)),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_windows_with_longer_blocks_go_on_where_one_of_each_ends(
+    lost: set[int], windows: list[tuple[int, int, set[int]]]
+) -> None:
+    stand, held = stand_of(of_group(FULL), removed(FULL, lost)), []
+    for group, (stride, read, gone) in enumerate(windows, 1):
+        all_blocks = set(range(BLOCKS // stride))
+        held.append((stride, read, all_blocks - gone))
+        left = [stride * (block + 1) for block in sorted(all_blocks & gone)]
+        stand.feed.receive(
+            message(
+                "engine-a",
+                group,
+                of_long_blocks(stride, read, all_blocks, group_idx=group),
+                BlockRemoved([*left], GPU, group_idx=group),
+            )
+        )
+    lengths = [
+        end
+        for end in range(min(lost, default=BLOCKS) + 1)
+        for lacked in [
+            any(
+                end % stride or set(range(max(end // stride - read, 0), end // stride)) - blocks
+                for stride, read, blocks in held
+            )
+        ]
+        if not lacked
+    ]
+    assert stand.held(PROMPT) == max(lengths)
+
+
+@pytest.mark.parametrize("tokens", [BLOCK_TOKENS // 2, BLOCK_TOKENS + 8, 0])
+def test_full_attention_counts_alone_where_blocks_are_no_whole_ones_of_it(tokens: int) -> None:
+    stand = stand_of(of_group(FULL), of_long_blocks(1, 2, {0, 1}, group_idx=1, block_size=tokens))
+    assert stand.held(PROMPT) == BLOCKS
+    assert stand.conductor.counts["other_group_events"] == 1
+
+
 def test_a_block_that_comes_back_to_its_window_counts_again() -> None:
     stand = stand_of(of_group(FULL), of_group(WINDOW), removed(WINDOW, {1, 5}))
     assert stand.held(PROMPT) == BLOCKS

@@ -10,7 +10,7 @@ from kvfs._native.cluster.index import SPARE_SOURCES, ClusterIndex
 from kvfs.events.kv_events import GPU
 from kvfs.keys import prefix_hashes
 from scheduler.conductor.conductor import Conductor
-from scheduler.conductor.sources import Knowledge, Place, Sources, Stream, StreamName
+from scheduler.conductor.sources import Knowledge, Place, Sources, Stream, StreamName, Window
 from scheduler.conductor.values import RouteRequest
 from tests.support.conductors import NAMESPACE, Clock, conductor, instance
 
@@ -39,8 +39,8 @@ def held(made: Conductor, prompt: list[int]) -> set[int]:
     return set(made.match(RouteRequest(model="m", tokens=prompt)).values())
 
 
-@pytest.mark.parametrize("window_blocks", [0, 3])
-def test_all_streams_may_be_cleared_and_come_again_before_anything_is_swept(window_blocks: int) -> None:
+@pytest.mark.parametrize("window", [None, Window(3)])
+def test_all_streams_may_be_cleared_and_come_again_before_anything_is_swept(window: Window | None) -> None:
     """Without and with a window beside full attention, which has to go on as far."""
     names = [f"i{n}" for n in range(100)]
     made = conductor(Clock(), *map(instance, names))
@@ -51,10 +51,10 @@ def test_all_streams_may_be_cleared_and_come_again_before_anything_is_swept(wind
             stream = made.registry.stream(StreamName(f"engine-{name}", 0))
             assert stream is not None
             made.registry.stored(stream, Place(GPU), hashes, None)
-            if window_blocks:
-                made.registry.layers_are(stream, 1, window_blocks)
+            if window is not None:
+                made.registry.layers_are(stream, 1, window)
                 assert made.match(RouteRequest(model="m", tokens=prompt))[name] == 0
-                made.registry.stored(stream, Place(GPU, window_blocks), hashes, None)
+                made.registry.stored(stream, Place(GPU, window), hashes, None)
         assert held(made, prompt) == {640}
         for stream in made.registry.streams():
             made.registry.cleared(stream, Knowledge.UNKNOWN)

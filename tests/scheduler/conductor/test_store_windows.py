@@ -3,6 +3,7 @@ store has what each kind of layers reads, in whichever of its tiers, against a p
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from kvfs.events.kv_events import (
     start_of,
 )
 from kvfs.keys import prefix_hashes
-from kvfs.namespace_groups import KIND, LAYERS, WINDOW, group_in
+from kvfs.namespace_groups import FULL_TOKENS, KIND, LAYERS, WINDOW, group_in
 from kvfs.namespaces import Namespace
 from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.feeds.feed import Feed
@@ -36,19 +37,29 @@ BLOCKS: Final = 9
 PROMPT: Final = list(range(500, 500 + BLOCKS * BLOCK_TOKENS))
 FULL, WINDOW_3, ALSO_WINDOW_3, STATE, WINDOW_2 = range(5)
 READS: Final = {WINDOW_3: 3, ALSO_WINDOW_3: 3, STATE: 1, WINDOW_2: 2}
-"""Blocks before a boundary that each group's layers read; of full attention all."""
-_EXTRA: Final = {
-    FULL: {KIND: "FullAttentionSpec", WINDOW: "none", LAYERS: "0"},
-    WINDOW_3: {KIND: "SlidingWindowSpec", WINDOW: str(2 * BLOCK_TOKENS + 2), LAYERS: "1"},
-    ALSO_WINDOW_3: {KIND: "SlidingWindowSpec", WINDOW: str(2 * BLOCK_TOKENS + 2), LAYERS: "2"},
-    STATE: {KIND: "MambaSpec", WINDOW: "none", LAYERS: "3", "backend": "ShortConv -"},
-    WINDOW_2: {KIND: "SlidingWindowSpec", WINDOW: str(BLOCK_TOKENS + 2), LAYERS: "4"},
-}
+"""Blocks of their own before a boundary that each group's layers read; of full attention all."""
+_LONG: Final = {ALSO_WINDOW_3: 3, WINDOW_2: 2}
+"""Blocks of full attention that those of these groups are as long as, in the model `mixed`."""
+
+
+def stride(group: int, model: str) -> int:
+    return _LONG.get(group, 1) if model == "mixed" else 1
 
 
 def namespace_of(group: int, model: str = "hybrid") -> Namespace:
-    fields = {**NAMESPACE.as_mapping(), "model": model}
-    return Namespace.from_mapping({**fields, "extra": {"backend": "CPU", "config": "1", **_EXTRA[group]}})
+    tokens = BLOCK_TOKENS * stride(group, model)
+    extra = {"backend": "CPU", "config": "1", KIND: "SlidingWindowSpec", WINDOW: "none", LAYERS: str(group)}
+    if group == FULL:
+        extra[KIND] = "FullAttentionSpec"
+    elif group == STATE:
+        extra |= {KIND: "MambaSpec", "backend": "ShortConv -"}
+    else:
+        extra[WINDOW] = str((READS[group] - 1) * tokens + 2)
+    if model == "mixed":
+        extra[FULL_TOKENS] = str(BLOCK_TOKENS)
+    return Namespace.from_mapping(
+        {**NAMESPACE.as_mapping(), "model": model, "block_tokens": tokens, "extra": extra}
+    )
 
 
 def hashes(group: int, model: str = "hybrid") -> list[bytes]:
@@ -60,12 +71,12 @@ def stored(group: int, block: int, medium: str = CPU, model: str = "hybrid") -> 
     """Return the event that a store says of one block."""
     own, full, described = hashes(group, model), hashes(FULL, model), group_in(namespace_of(group, model))
     assert described is not None
-    before = full[block - 1] if block else None
+    before, long = full[block - 1] if block else None, stride(group, model)
     return BlockStored(
         block_hashes=[own[block]],
-        parent_block_hash=before if group == FULL else full[block],
+        parent_block_hash=before if group == FULL else full[(block + 1) * long - 1],
         token_ids=[],
-        block_size=BLOCK_TOKENS,
+        block_size=BLOCK_TOKENS * long,
         lora_id=None,
         medium=medium,
         lora_name=None,
@@ -86,15 +97,15 @@ def removed(group: int, block: int, medium: str = CPU, model: str = "hybrid") ->
 class Stand:
     """A Conductor with engines of two models on the store `node`: one with several kinds of attention, one without."""
 
-    def __init__(self, *events: KVEvent) -> None:
-        hybrid = namespace_of(FULL).as_mapping()
+    def __init__(self, *events: KVEvent, model: str = "hybrid") -> None:
+        hybrid = namespace_of(FULL, model).as_mapping()
         self.conductor: Conductor = conductor(
             Clock(),
-            instance("hybrid", model="hybrid", namespace=hybrid, store_topic="node"),
+            instance("hybrid", model=model, namespace=hybrid, store_topic="node"),
             instance("plain", store_topic="node"),
         )
         self.feed = Feed(self.conductor.registry, self.conductor.now_s)
-        self._sequence = 0
+        self.model, self._sequence = model, 0
         self.hears(*events)
 
     def hears(self, *events: KVEvent) -> None:
@@ -115,13 +126,18 @@ class Stand:
         else:
             self.hears(AllBlocksCleared())
 
-    def held(self, model: str = "hybrid", name: str = "hybrid") -> int:
+    def held(self, model: str = "", name: str = "hybrid") -> int:
         """How many blocks of the prompt count for an instance."""
-        return self.conductor.match(RouteRequest(model=model, tokens=PROMPT))[name] // BLOCK_TOKENS
+        asked = RouteRequest(model=model or self.model, tokens=PROMPT)
+        return self.conductor.match(asked)[name] // BLOCK_TOKENS
 
 
-def all_of(*groups: int, **values: Any) -> list[KVEvent]:
-    return [stored(group, block, **values) for group in groups for block in range(BLOCKS)]
+def all_of(*groups: int, model: str = "hybrid") -> list[KVEvent]:
+    return [
+        stored(group, block, model=model)
+        for group in groups
+        for block in range(BLOCKS // stride(group, model))
+    ]
 
 
 Change = tuple[bool, int, int, str]
@@ -135,6 +151,7 @@ LOSSES: Final = ("gap", "silence", "restart", "clearing")
 
 
 @given(
+    st.sampled_from(["hybrid", "mixed"]),
     st.permutations(range(5)),
     st.integers(1, 5),
     st.lists(st.integers(0, BLOCKS), min_size=5, max_size=5),
@@ -143,37 +160,48 @@ LOSSES: Final = ("gap", "silence", "restart", "clearing")
     st.sampled_from(LOSSES),
 )
 def test_a_prefix_counts_as_far_as_each_group_has_what_its_layers_read(
-    order: list[int], count: int, demoted: list[int], some: list[Change], more: list[Change], loss: str
+    model: str,
+    order: list[int],
+    count: int,
+    demoted: list[int],
+    some: list[Change],
+    more: list[Change],
+    loss: str,
 ) -> None:
     """Groups are told in any order, some as a whole, each of which is on NVMe from some block on; then blocks come to
-    either tier and leave it. A manifest says all again, also after all was lost."""
-    stand, held = Stand(), defaultdict[tuple[int, int], set[str]](set)
+    either tier and leave it. A manifest says all again, also after all was lost. Some have longer blocks."""
+    stand, held = Stand(model=model), defaultdict[tuple[int, int], set[str]](set)
     whole = [
         (True, group, block, STORAGE if block >= demoted[group] else CPU)
         for group in dict.fromkeys([*order[:count], FULL])
-        for block in range(BLOCKS)
+        for block in range(BLOCKS // stride(group, model))
     ]
 
     def hear(*each: Change) -> None:
-        for is_stored, group, block, medium in each:
+        for is_stored, group, drawn, medium in each:
+            block = drawn % (BLOCKS // stride(group, model))
             if is_stored:
                 held[group, block].add(medium)
             else:
                 held[group, block].discard(medium)
             told.update([group] if is_stored else [])
-            stand.hears((stored if is_stored else removed)(group, block, medium))
+            stand.hears((stored if is_stored else removed)(group, block, medium, model))
 
     def agrees() -> bool:
         def goes_on(end: int) -> bool:
-            windows = ((group, block) for group in told & READS.keys() for block in _read(group, end))
-            return all(held[FULL, block] for block in range(end)) and all(held[each] for each in windows)
+            read = (
+                (group, block) for group in windows for block in _read(group, end // stride(group, model))
+            )
+            return all(held[FULL, block] for block in range(end)) and all(held[each] for each in read)
 
-        return stand.held() == max(end for end in range(BLOCKS + 1) if goes_on(end))
+        windows = told & READS.keys()
+        step = math.lcm(*(stride(group, model) for group in windows))
+        return stand.held() == max(end for end in range(0, BLOCKS + 1, step) if goes_on(end))
 
     told: set[int] = set()
     hear(*whole, *some)
     assert agrees()
-    manifest = [stored(*each, medium) for each, media in held.items() for medium in media]
+    manifest = [stored(*each, medium, model) for each, media in held.items() for medium in media]
     stand.hears(*manifest)
     assert agrees(), "who knows all learns nothing"
     stand.loses_all(loss)
@@ -199,6 +227,26 @@ def test_a_prompt_half_of_which_was_demoted_counts_as_a_whole() -> None:
     assert stand.held() == BLOCKS
     stand.hears(removed(WINDOW_3, 7, STORAGE))
     assert stand.held() == 0
+
+
+@pytest.mark.parametrize("tokens", [BLOCK_TOKENS // 2, BLOCK_TOKENS + 8])
+def test_blocks_that_are_no_whole_ones_of_full_attention_do_not_count(tokens: int) -> None:
+    """Full attention does, alone."""
+    fields = {name: getattr(stored(WINDOW_2, 0), name) for name in BlockStored.__struct_fields__}
+    stand = Stand(*all_of(FULL), BlockStored(**{**fields, "block_size": tokens}))
+    assert stand.held() == BLOCKS
+    assert stand.conductor.counts["other_group_events"] == 1
+
+
+def test_groups_of_one_cache_with_blocks_of_different_sizes_are_of_one_model() -> None:
+    groups = [group_in(namespace_of(group, "mixed")) for group in range(5)]
+    assert len({each.model for each in groups if each is not None}) == 1
+    fields = namespace_of(FULL, "mixed").as_mapping()
+    other = {**fields, "extra": {**fields["extra"], FULL_TOKENS: str(2 * BLOCK_TOKENS)}}
+    described = group_in(Namespace.from_mapping(other))
+    assert groups[FULL] is not None
+    assert described is not None
+    assert described.model != groups[FULL].model
 
 
 def test_models_in_one_store_do_not_limit_each_other() -> None:
