@@ -10,16 +10,17 @@ from __future__ import annotations
 import json
 import random
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from kvfs.namespaces import Namespace
-from tests.engines import tiny_gemma, tiny_lfm2
+from tests.engines import tiny_families, tiny_gemma, tiny_lfm2
 from tests.engines.engine import BLOCK_TOKENS, Engine, Engines
 from tests.engines.test_vllm_events import free_port
+from tests.engines.tiny_families import GEMMA_4
 from tests.scheduler.proxy.test_conductor_routes import process
 from tests.support.waits import eventually
 
@@ -28,10 +29,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 NAMESPACE: Final = Namespace.of_one_device(
     model="m", revision="1", dtype="float32", layout="LKTHD", block_tokens=BLOCK_TOKENS
 )
-FAMILIES: Final[dict[str, tuple[Any, dict[str, Any]]]] = {
-    "windows": (tiny_gemma, {}),
-    "states": (tiny_lfm2, {"native_layers": True, "retained_tokens": 96}),
+FAMILIES: Final[dict[str, tuple[Callable[[Path], None], int, dict[str, Any]]]] = {
+    "windows": (tiny_gemma.write_model, BLOCK_TOKENS, {}),
+    "states": (tiny_lfm2.write_model, BLOCK_TOKENS, {"native_layers": True, "retained_tokens": 96}),
+    "windows with longer blocks": (GEMMA_4.write, 2 * BLOCK_TOKENS, {}),
 }
+"""What writes a model, how far apart the boundaries are at which its prompts go on, and the engine's settings."""
 CACHE_BLOCKS: Final = 160
 """Of each layer's share: two or three of the prompts."""
 
@@ -78,12 +81,15 @@ def follower(tmp_path: Path) -> Iterator[Follower]:
 
 
 @pytest.fixture(params=FAMILIES)
-def engine(
-    request: pytest.FixtureRequest, engine_python: str, work: Path, follower: Follower
-) -> Iterator[Engine]:
-    family, settings = FAMILIES[request.param]
-    directory = work / f"followed-{request.param}"
-    family.write_model(directory / "model")
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def engine(family: str, engine_python: str, work: Path, follower: Follower) -> Iterator[Engine]:
+    write_model, _, settings = FAMILIES[family]
+    directory = work / f"followed-{family}"
+    write_model(directory / "model")
     started = Engines(engine_python, directory).start(
         "followed",
         None,
@@ -101,7 +107,7 @@ def engine(
 def prompts(count: int) -> Iterator[list[int]]:
     """Yield chats and branches of three roots, each of whole blocks and a part."""
     rng = random.Random(17)
-    vocabulary = min(tiny_gemma.VOCABULARY, tiny_lfm2.VOCABULARY)
+    vocabulary = min(tiny_gemma.VOCABULARY, tiny_lfm2.VOCABULARY, tiny_families.VOCABULARY)
     roots = [[rng.randrange(2, vocabulary) for _ in range(1200)] for _ in range(3)]
     for number in range(count):
         root = roots[number % 2 if number % 5 else 2]
@@ -111,17 +117,16 @@ def prompts(count: int) -> Iterator[list[int]]:
         yield prompt if len(prompt) % BLOCK_TOKENS else prompt[:-1]
 
 
-def test_what_is_predicted_is_what_the_engine_finds(follower: Follower, engine: Engine) -> None:
-    found = []
+def test_what_is_predicted_is_what_the_engine_finds(family: str, follower: Follower, engine: Engine) -> None:
+    found, boundary = [], FAMILIES[family][1]
     for number, prompt in enumerate(prompts(60)):
         predicted = follower.held(prompt)
         found.append((predicted, engine.generate({"prompt": prompt}, max_tokens=1).cached("prompt")))
-        last = [number + 2] * (
-            BLOCK_TOKENS + 1
-        )  # what it says of this one comes behind all that it said before
+        # What it says of this one comes behind all that it said before.
+        last = [number + 2] * (boundary + 1)
         engine.generate({"last": last}, max_tokens=1)
         eventually(
-            lambda last=last: follower.held(last) == BLOCK_TOKENS, f"it says what it has: {number}, {found}"
+            lambda last=last: follower.held(last) == boundary, f"it says what it has: {number}, {found}"
         )
     assert [predicted for predicted, _ in found] == [cached for _, cached in found]
     assert 10 < sum(cached > 0 for _, cached in found) < 55, found

@@ -25,6 +25,7 @@ from tests.engines.test_followed_caches import prompts
 from tests.engines.test_proxy import LOOK_S, START_S, Server, proxy, vllm_server
 from tests.engines.test_vllm_connector import connector
 from tests.engines.test_vllm_events import free_port
+from tests.engines.tiny_families import GEMMA_4
 from tests.support.door import ON_DIRECTORY, need_mount
 from tests.support.service import Service, has_written
 from tests.support.waits import eventually
@@ -37,9 +38,16 @@ pytestmark = [
 ]
 
 FAMILIES: Final = {
-    "windows": (tiny_gemma, "24MiB", ("--no-enable-prefix-caching",)),
+    "windows": (tiny_gemma.write_model, BLOCK_TOKENS, "24MiB", ("--no-enable-prefix-caching",)),
+    "windows with longer blocks": (
+        GEMMA_4.write,
+        2 * BLOCK_TOKENS,
+        "24MiB",
+        ("--no-enable-prefix-caching",),
+    ),
     "states": (
-        tiny_lfm2,
+        tiny_lfm2.write_model,
+        BLOCK_TOKENS,
         "16MiB",
         (
             *("--enable-prefix-caching", "--prefix-cache-retention-interval", "96"),
@@ -47,7 +55,8 @@ FAMILIES: Final = {
         ),
     ),
 }
-"""A model, how much its store has on NVMe, and vLLM's flags."""
+"""What writes a model, how far apart the boundaries are at which its prompts go on, how much its store has on NVMe, and
+vLLM's flags."""
 SLOTS: Final = 160
 """Blocks in the store's memory: two or three of the prompts."""
 PROMPTS: Final = 60
@@ -59,6 +68,7 @@ class Followed:
     server: Server
     service: Service
     conductor: str
+    boundary_tokens: int
     _numbers: Iterator[int] = field(default_factory=lambda: count(2))
 
     def held(self, prompt: list[int]) -> int:
@@ -89,11 +99,11 @@ class Followed:
 
     def _hear(self) -> None:
         """Wait until the Conductor has heard of a block that is stored now, and so of all before it."""
-        last = [next(self._numbers)] * (BLOCK_TOKENS + 1)
+        last = [next(self._numbers)] * (self.boundary_tokens + 1)
 
         def is_told() -> bool:
             ask(f"{self.server.url}/v1", last, max_tokens=1)
-            return self.held(last) == BLOCK_TOKENS
+            return self.held(last) == self.boundary_tokens
 
         with self.service.client() as client:
             eventually(
@@ -116,9 +126,9 @@ def followed(
 ) -> Iterator[Followed]:
     need_mount()
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    family, nvme, flags = FAMILIES[request.param]
-    engines = Engines(engine_python, work / f"stored-{request.param}")
-    family.write_model(engines.work / "model")
+    write_model, boundary_tokens, nvme, flags = FAMILIES[request.param]
+    engines = Engines(engine_python, work / f"stored-{request.param.replace(' ', '-')}")
+    write_model(engines.work / "model")
     door, events = free_port(), f"tcp://127.0.0.1:{free_port()}"
     config = engines.work / "kvfs.toml"
     config.write_text(
@@ -132,13 +142,13 @@ def followed(
             vllm_server(
                 engines,
                 "engine",
-                connector(service, revision=request.param),
+                connector(service, revision=request.param.replace(" ", "-")),
                 *("--max-model-len", "2048", "--max-num-batched-tokens", "96", *flags),
             )
         )
         eventually(server.is_up, "it answers", START_S, every_s=LOOK_S)
         stack.enter_context(proxy("--conduct", "--engine", server.url, "--config", str(config)))
-        made = Followed(server, service, f"http://127.0.0.1:{door}")
+        made = Followed(server, service, f"http://127.0.0.1:{door}", boundary_tokens)
         eventually(
             lambda: [each["knowledge"] for each in made.streams()] == ["current"], "the store is followed"
         )
