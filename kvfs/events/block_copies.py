@@ -9,7 +9,7 @@ Concurrency: plain state for one thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
 from kvfs.events.kv_events import GPU, BlockStored
@@ -28,6 +28,9 @@ class BlockCopies(Generic[Block]):
     def __len__(self) -> int:
         return len(self._counts)
 
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._counts)
+
     def __contains__(self, block: object) -> bool:
         return block in self._counts
 
@@ -43,7 +46,3 @@ class BlockCopies(Generic[Block]):
         if left > 0:
             self._counts[block] = left
         return left == 0
-
-    def missing(self, blocks: BlockCopies[Block]) -> list[Block]:
-        """Return what is there and not in another count."""
-        return [block for block in self._counts if block not in blocks]

@@ -28,6 +28,8 @@ MAX_CONDUCTOR_INSTANCES: Final = 256
 layers have several caches there are fewer: each kind of window takes a source."""
 MAX_ENGINE_GROUPS: Final = 64
 """Groups of layers with a cache of their own that an engine's events speak of: Gemma 3 has six."""
+MAX_BLOCK_PARTS: Final = 64
+"""Blocks of a window that are as long as one of full attention, each of which looks at the others: Gemma 4 has two."""
 MAX_WINDOW_TOKENS: Final = 1 << 31
 """Of a sliding window; one that is said to be longer is no window."""
 MAX_BLOCK_SOURCES: Final = 1_024

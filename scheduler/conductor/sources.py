@@ -41,6 +41,8 @@ class Window(NamedTuple):
     """The last ones of their own, the last state alone among them; 0: all, full attention."""
     stride: int = 1
     """Blocks of full attention that one of theirs is as long as."""
+    parts: int = 1
+    """Where theirs are shorter, how many are as long as one of full attention: `blocks` are these then."""
 
 
 class Place(NamedTuple):
@@ -151,7 +153,7 @@ class Sources:
                 None,
             )
             try:
-                windows = [(self._window(stream, each), *each.window) for each in sorted(beside)]
+                windows = [(self._window(stream, each), *each.window[:2]) for each in sorted(beside)]
             except LimitExceeded:
                 windows = [(source, 1, 1)]
             self._index.set_windows(

@@ -7,7 +7,7 @@ between releases and settings.
 Invariants:
 - A block whose key depends on more than tokens and weights (an adapter, an image, a salt), or whose parent is unknown,
   has no key here; it and what follows it are counted, and are misses. At most `max_blocks` are remembered.
-- A place has a block while all groups of layers that are there have a copy of it.
+- A place has a block while all groups of layers that are there have a copy of it, or of all its parts.
 
 Concurrency: one thread.
 """
@@ -18,11 +18,11 @@ from collections import Counter
 from typing import Final, NamedTuple
 
 from kvfs.errors import KvfsError
-from kvfs.events.block_copies import BlockCopies
-from kvfs.events.kv_events import BlockHash, BlockRemoved, BlockStored, group_of
+from kvfs.events.kv_events import BlockHash, BlockRemoved, BlockStored
 from kvfs.keys import HASH_BYTES, prefix_hashes
 from kvfs.limits import MAX_ENGINE_BLOCKS
 from kvfs.namespaces import Namespace
+from scheduler.conductor.feeds.group_blocks import GroupBlocks
 from scheduler.conductor.sources import Place
 
 
@@ -52,21 +52,21 @@ class EngineHashes:
         self._max_blocks = max_blocks
         self._keys: dict[int, bytes] = {}
         """By the last 64 bits of the engine's hash, which is how others ask for it."""
-        self._copies: dict[Place, dict[int | None, BlockCopies[int]]] = {}
-        """By place and group of layers."""
+        self._groups: dict[Place, dict[int | None, GroupBlocks]] = {}
+        """By place and number."""
 
     def __len__(self) -> int:
-        return sum(len(copies) for groups in self._copies.values() for copies in groups.values())
+        return sum(len(blocks) for groups in self._groups.values() for blocks in groups.values())
 
     def clear(self) -> None:
         """Drop all hashes of the stream."""
         self._keys.clear()
-        self._copies.clear()
+        self._groups.clear()
 
     def stored(self, place: Place, event: BlockStored) -> Stored:
         """Return what changes in a place by blocks that are stored there; those without a key are left out."""
         own, count = [last_64(each) for each in event.block_hashes], len(event.block_hashes)
-        parent, fault = self._parent(event)
+        parent, fault = self._parent(event) if not place.window.blocks else (None, _unkeyed(event))
         if not fault and count + len(self) > self._max_blocks:
             fault = "engine_blocks_over_limit"
         if fault:
@@ -75,7 +75,7 @@ class EngineHashes:
         if place.window.blocks:
             # Of a stretch of tokens windows and recurrent layers keep some blocks, which hashes alone tell; those of
             # full attention have come with their tokens before.
-            known = [hash for hash in own if hash in self._keys]
+            known = own if place.window.parts > 1 else [hash for hash in own if hash in self._keys]
             self._counts["engine_blocks_malformed"] += count - len(known)
             return self._put(place, event, known, None)
         first = [self._weights, *[None] * (count - 1)] if parent is None and self._weights and count else None
@@ -92,30 +92,30 @@ class EngineHashes:
 
     def _put(self, place: Place, event: BlockStored, hashes: list[int], parent: bytes | None) -> Stored:
         """Count blocks of known keys in."""
-        groups = self._copies.setdefault(place, {})
-        others = [copies for group, copies in groups.items() if group != event.group_idx]
+        groups = self._groups.setdefault(place, {})
+        others = [blocks for group, blocks in groups.items() if group != event.group_idx]
         is_first = event.group_idx not in groups
-        own = groups.setdefault(event.group_idx, BlockCopies())
-        own.add(hashes, event)
-        shared = b"".join(self._keys[hash] for hash in hashes if all(hash in each for each in others))
-        lacked = {hash for each in others for hash in each.missing(own)} if is_first else ()
-        return Stored(shared, parent, b"".join(self._keys[hash] for hash in lacked))
+        own = groups.setdefault(event.group_idx, GroupBlocks(place.window.parts))
+        before = event.parent_block_hash
+        whole = own.add(hashes, event, None if before is None else last_64(before), self._keys)
+        shared = b"".join(self._keys[hash] for hash in whole if all(hash in each for each in others))
+        lacked = {hash for each in others for hash in each if hash not in own} if is_first else ()
+        return Stored(shared, parent, b"".join(self._keys[hash] for hash in lacked if hash in self._keys))
 
     def removed(self, place: Place, event: BlockRemoved) -> bytes:
         """Return the keys of blocks that a place does not have any more."""
-        copies = self._copies.get(place, {}).get(event.group_idx)
-        if copies is None:
+        blocks = self._groups.get(place, {}).get(event.group_idx)
+        if blocks is None:
             return b""
         gone = []
         for hash in map(last_64, event.block_hashes):
-            if copies.remove(hash):
-                gone.append(self._keys[hash])
-                if not self._has(hash):
-                    del self._keys[hash]
+            gone += [self._keys[block] for block in blocks.remove(hash, self._keys)]
+            if hash in self._keys and not self._has(hash):
+                del self._keys[hash]
         return b"".join(gone)
 
     def _has(self, hash: int) -> bool:
-        return any(hash in copies for groups in self._copies.values() for copies in groups.values())
+        return any(blocks.has_part(hash) for groups in self._groups.values() for blocks in groups.values())
 
     def key_of(self, hash: int) -> bytes | None:
         """Return the key of a block, wherever it is."""
@@ -123,15 +123,21 @@ class EngineHashes:
 
     def _parent(self, event: BlockStored) -> tuple[bytes | None, str]:
         """Return the key of the block before the first, and why there is none of these."""
-        if event.lora_id is not None or event.lora_name or any(event.extra_keys or ()):
-            return None, "engine_blocks_not_by_tokens"
-        if event.block_size != self._namespace.block_tokens and group_of(event).is_full:
+        if fault := _unkeyed(event):
+            return None, fault
+        if event.block_size != self._namespace.block_tokens:
             return None, "engine_blocks_of_other_size"
         before = event.parent_block_hash
         if before is None:
             return None, ""
         found = self.key_of(last_64(before))
         return found, "" if found is not None else "engine_blocks_without_parent"
+
+
+def _unkeyed(event: BlockStored) -> str:
+    """Return why blocks have no keys, whatever is before them; empty where they may have some."""
+    by_more = event.lora_id is not None or event.lora_name or any(event.extra_keys or ())
+    return "engine_blocks_not_by_tokens" if by_more else ""
 
 
 def last_64(hash: BlockHash) -> int:

@@ -22,6 +22,7 @@ from kvfs._native.cluster.index import MAX_STRIDE
 from kvfs.events.event_streams import Engine, EventStreams, Missing
 from kvfs.events.kv_events import CHUNKS, GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, group_of
 from kvfs.keys import HASH_BYTES
+from kvfs.limits import MAX_BLOCK_PARTS
 from scheduler.conductor.feeds.engine_hashes import EngineHashes
 from scheduler.conductor.feeds.store_windows import Change, StoreWindows
 from scheduler.conductor.registry import Registry
@@ -223,12 +224,15 @@ def _window_of(event: BlockStored, block_tokens: int) -> Window | None:
     where that is not followed.
 
     Chunks are not, whose length no event names: to ask for all of their blocks would find next to nothing. Nor are
-    layers that read nothing before a token, and blocks which are not as long as one of full attention or several: of
-    those no other event has the hash.
+    layers that read nothing before a token, and blocks of which neither some are as long as one of full attention, and
+    a window as some of these, nor one as some of full attention.
     """
-    group, (stride, rest) = group_of(event), divmod(event.block_size, block_tokens)
+    group, own_tokens = group_of(event), max(event.block_size, 1)
     if group.window_blocks is None:
         return None if event.kv_cache_spec_kind in CHUNKS else Window()
-    if rest or not group.window_blocks or not 1 <= stride <= MAX_STRIDE:
+    stride, parts = max(own_tokens // block_tokens, 1), max(block_tokens // own_tokens, 1)
+    if stride * block_tokens != parts * own_tokens or stride > MAX_STRIDE or parts > MAX_BLOCK_PARTS:
         return None
-    return Window(group.window_blocks, stride)
+    if event.block_size < 1 or not group.window_blocks or group.window_blocks % parts:
+        return None
+    return Window(group.window_blocks // parts, stride, parts)

@@ -44,12 +44,14 @@ class _Block:
 class _Beside:
     """What a place has beside each block of full attention."""
 
+    parts: int
+    """As `Window` has them."""
     groups: set[int] = field(default_factory=set)
     counts: Counter[bytes] = field(default_factory=Counter)
-    """How many groups have their block."""
+    """Blocks of all groups."""
 
     def is_whole(self, anchor: bytes) -> bool:
-        return self.counts[anchor] == len(self.groups)
+        return self.counts[anchor] == len(self.groups) * self.parts
 
 
 class StoreWindows:
@@ -69,7 +71,7 @@ class StoreWindows:
     def stored(self, window: Window, event: BlockStored, hashes: list[bytes], parent: bytes) -> Change:
         """Return what changes by blocks of a group that are stored."""
         place = Place("", window, event.layers_of or b"")
-        beside = self._places.setdefault(place, _Beside())
+        beside = self._places.setdefault(place, _Beside(window.parts))
         change = Change(place, [], self._appear(beside, event.group_idx or 0))
         for hash, anchor in zip(hashes, [parent, *hashes], strict=False):
             known = self._blocks.get(hash)

@@ -3,7 +3,8 @@ go on, against a plain model."""
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -62,60 +63,90 @@ def test_a_prefix_is_as_long_as_each_group_has_what_its_layers_read(
     assert stand_of(*events, *gone).held(PROMPT) == (max(lengths) if has_full else 0)
 
 
-def of_long_blocks(stride: int, read: int, blocks: set[int], **values: Any) -> BlockStored:
-    """Return the event of a window of which so many blocks are read, each as long as some of full attention: vLLM gives
-    it the hash of the last."""
-    hashes = [stride * (block + 1) for block in sorted(blocks)]
-    given = {
-        "block_size": stride * BLOCK_TOKENS,
-        "kv_cache_spec_kind": "sliding_window",
-        "kv_cache_spec_sliding_window": (read - 1) * stride * BLOCK_TOKENS + 2,
-        **values,
-    }
-    return stored(hashes, PROMPT[: stride * BLOCK_TOKENS * len(hashes)], **given)
+class Window(NamedTuple):
+    """A group whose blocks are as long as some of full attention, or as a part of one."""
+
+    group: int
+    tokens: int
+    read: int
+    """How many of its blocks are read; of parts all of so many blocks of full attention."""
+
+    @property
+    def in_prompt(self) -> int:
+        return len(PROMPT) // self.tokens
+
+    @property
+    def reads(self) -> int:
+        return self.read * max(BLOCK_TOKENS // self.tokens, 1)
+
+    def hash(self, block: int) -> int:
+        """Return the hash of a block: of one that ends where one of full attention does, it is that one's."""
+        full, rest = divmod((block + 1) * self.tokens, BLOCK_TOKENS)
+        return 1000 * self.tokens + block if rest else full
+
+    def stored(self, first: int, last: int, **values: Any) -> BlockStored:
+        given = {
+            "block_size": self.tokens,
+            "group_idx": self.group,
+            "kv_cache_spec_kind": "sliding_window",
+            "kv_cache_spec_sliding_window": (self.reads - 1) * self.tokens + 2,
+            **values,
+        }
+        before = self.hash(first - 1) if first else None
+        tokens = PROMPT[first * self.tokens : last * self.tokens]
+        hashes: list[BlockHash] = [*map(self.hash, range(first, last))]
+        return stored(hashes, tokens, before, **given)
+
+    def removed(self, block: int) -> BlockRemoved:
+        return BlockRemoved([self.hash(block)], GPU, group_idx=self.group)
+
+    def goes_on(self, end: int, held: set[int]) -> bool:
+        """Return whether a prompt may go on behind so many blocks of full attention."""
+        own, rest = divmod(end * BLOCK_TOKENS, self.tokens)
+        return not rest and set(range(max(own - self.reads, 0), own)) <= held
 
 
 @given(
-    st.sets(st.integers(0, BLOCKS - 1), max_size=1),
-    st.lists(
-        st.tuples(st.integers(1, 4), st.integers(1, 3), st.sets(st.integers(0, BLOCKS - 1), max_size=3)),
-        min_size=1,
-        max_size=3,
-    ),
+    st.lists(st.tuples(st.sampled_from([4, 8, 16, 32, 48]), st.integers(1, 3)), min_size=1, max_size=3),
+    st.integers(0, BLOCKS),
+    st.data(),
 )
-def test_windows_with_longer_blocks_go_on_where_one_of_each_ends(
-    lost: set[int], windows: list[tuple[int, int, set[int]]]
+def test_windows_with_longer_or_shorter_blocks_go_on_where_one_of_each_ends(
+    drawn: list[tuple[int, int]], full: int, data: st.DataObject
 ) -> None:
-    stand, held = stand_of(of_group(FULL), removed(FULL, lost)), []
-    for group, (stride, read, gone) in enumerate(windows, 1):
-        all_blocks = set(range(BLOCKS // stride))
-        held.append((stride, read, all_blocks - gone))
-        left = [stride * (block + 1) for block in sorted(all_blocks & gone)]
-        stand.feed.receive(
-            message(
-                "engine-a",
-                group,
-                of_long_blocks(stride, read, all_blocks, group_idx=group),
-                BlockRemoved([*left], GPU, group_idx=group),
-            )
+    """Blocks come in two steps, of which full attention is told first; then some go, and some of these come again."""
+    windows = [Window(group, *each) for group, each in enumerate(drawn, 1)]
+    held: dict[Window, set[int]] = {window: set() for window in windows}
+    stand = Stand()
+    sequence = count()
+
+    def hear(*events: KVEvent) -> None:
+        stand.feed.receive(message("engine-a", next(sequence), *events))
+        goes_on = (
+            end for end in range(BLOCKS + 1) if all(each.goes_on(end, has) for each, has in held.items())
         )
-    lengths = [
-        end
-        for end in range(min(lost, default=BLOCKS) + 1)
-        for lacked in [
-            any(
-                end % stride or set(range(max(end // stride - read, 0), end // stride)) - blocks
-                for stride, read, blocks in held
-            )
-        ]
-        if not lacked
-    ]
-    assert stand.held(PROMPT) == max(lengths)
+        assert stand.held(PROMPT) == max(goes_on)
+
+    first = {window: data.draw(st.integers(0, window.in_prompt)) for window in windows}
+    for window in windows:
+        held[window] = set(range(first[window]))
+    hear(of_group(FULL), *(window.stored(0, first[window]) for window in windows))
+    for window in windows:
+        held[window] = set(range(window.in_prompt))
+    hear(of_group(FULL, full), *(window.stored(first[window], window.in_prompt) for window in windows))
+    hear(*([removed(FULL, set(range(full, BLOCKS)))] if full < BLOCKS else []))
+    for window in windows:
+        for block in data.draw(st.lists(st.integers(0, window.in_prompt - 1), max_size=3, unique=True)):
+            held[window].discard(block)
+            hear(window.removed(block))
+            if data.draw(st.booleans()):
+                held[window].add(block)
+                hear(window.stored(block, block + 1))
 
 
 @pytest.mark.parametrize("tokens", [BLOCK_TOKENS // 2, BLOCK_TOKENS + 8, 0])
 def test_full_attention_counts_alone_where_blocks_are_no_whole_ones_of_it(tokens: int) -> None:
-    stand = stand_of(of_group(FULL), of_long_blocks(1, 2, {0, 1}, group_idx=1, block_size=tokens))
+    stand = stand_of(of_group(FULL), Window(1, BLOCK_TOKENS, 2).stored(0, 2, block_size=tokens))
     assert stand.held(PROMPT) == BLOCKS
     assert stand.conductor.counts["other_group_events"] == 1
 
