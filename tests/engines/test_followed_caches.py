@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import random
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pytest
 
@@ -20,21 +20,31 @@ from kvfs.namespaces import Namespace
 from tests.engines import tiny_families, tiny_gemma, tiny_lfm2
 from tests.engines.engine import BLOCK_TOKENS, Engine, Engines
 from tests.engines.test_vllm_events import free_port
-from tests.engines.tiny_families import GEMMA_4
+from tests.engines.tiny_families import GEMMA_4, GEMMA_4_LARGE
 from tests.scheduler.proxy.test_conductor_routes import process
 from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-NAMESPACE: Final = Namespace.of_one_device(
-    model="m", revision="1", dtype="float32", layout="LKTHD", block_tokens=BLOCK_TOKENS
-)
-FAMILIES: Final[dict[str, tuple[Callable[[Path], None], int, dict[str, Any]]]] = {
-    "windows": (tiny_gemma.write_model, BLOCK_TOKENS, {}),
-    "states": (tiny_lfm2.write_model, BLOCK_TOKENS, {"native_layers": True, "retained_tokens": 96}),
-    "windows with longer blocks": (GEMMA_4.write, 2 * BLOCK_TOKENS, {}),
+
+class Case(NamedTuple):
+    """A model and what is known of its caches."""
+
+    write_model: Callable[[Path], None]
+    full_tokens: int = BLOCK_TOKENS
+    """Tokens of a block of full attention."""
+    boundary_tokens: int = BLOCK_TOKENS
+    """How far apart the boundaries are at which prompts go on."""
+    settings: Mapping[str, Any] = {}
+    """Of its engine."""
+
+
+FAMILIES: Final = {
+    "windows": Case(tiny_gemma.write_model),
+    "states": Case(tiny_lfm2.write_model, settings={"native_layers": True, "retained_tokens": 96}),
+    "windows with longer blocks": Case(GEMMA_4.write, boundary_tokens=2 * BLOCK_TOKENS),
+    "windows with shorter blocks": Case(GEMMA_4_LARGE.write, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS),
 }
-"""What writes a model, how far apart the boundaries are at which its prompts go on, and the engine's settings."""
 CACHE_BLOCKS: Final = 160
 """Of each layer's share: two or three of the prompts."""
 
@@ -58,15 +68,23 @@ class Follower:
         return stream["blocks"]["GPU"], [count for _, _, count in stream["windows"]]
 
 
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def follower(tmp_path: Path) -> Iterator[Follower]:
+def follower(tmp_path: Path, family: str) -> Iterator[Follower]:
     events, replay = f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
+    namespace = Namespace.of_one_device(
+        model="m", revision="1", dtype="float32", layout="LKTHD", block_tokens=FAMILIES[family].full_tokens
+    )
     instance = {
         "name": "engine",
         "url": "http://127.0.0.1:1",
         "model": "m",
         "routable": False,
-        "namespace": NAMESPACE.as_mapping(),
+        "namespace": namespace.as_mapping(),
         "engine_topic": "engine",
         "engine_replay": replay,
     }
@@ -80,16 +98,10 @@ def follower(tmp_path: Path) -> Iterator[Follower]:
         yield Follower(address, {**settings, "replay_endpoint": replay})
 
 
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 def engine(family: str, engine_python: str, work: Path, follower: Follower) -> Iterator[Engine]:
-    write_model, _, settings = FAMILIES[family]
-    directory = work / f"followed-{family}"
-    write_model(directory / "model")
+    case, directory = FAMILIES[family], work / f"followed-{family}"
+    case.write_model(directory / "model")
     started = Engines(engine_python, directory).start(
         "followed",
         None,
@@ -98,7 +110,7 @@ def engine(family: str, engine_python: str, work: Path, follower: Follower) -> I
         model_tokens=2048,
         cache_blocks=CACHE_BLOCKS,
         events=follower.events,
-        **settings,
+        **case.settings,
     )
     with started as engine:
         yield engine
@@ -118,7 +130,7 @@ def prompts(count: int) -> Iterator[list[int]]:
 
 
 def test_what_is_predicted_is_what_the_engine_finds(family: str, follower: Follower, engine: Engine) -> None:
-    found, boundary = [], FAMILIES[family][1]
+    found, boundary = [], FAMILIES[family].boundary_tokens
     for number, prompt in enumerate(prompts(60)):
         predicted = follower.held(prompt)
         found.append((predicted, engine.generate({"prompt": prompt}, max_tokens=1).cached("prompt")))

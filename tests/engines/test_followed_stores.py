@@ -25,7 +25,7 @@ from tests.engines.test_followed_caches import prompts
 from tests.engines.test_proxy import LOOK_S, START_S, Server, proxy, vllm_server
 from tests.engines.test_vllm_connector import connector
 from tests.engines.test_vllm_events import free_port
-from tests.engines.tiny_families import GEMMA_4
+from tests.engines.tiny_families import GEMMA_4, GEMMA_4_LARGE
 from tests.support.door import ON_DIRECTORY, need_mount
 from tests.support.service import Service, has_written
 from tests.support.waits import eventually
@@ -41,6 +41,12 @@ FAMILIES: Final = {
     "windows": (tiny_gemma.write_model, BLOCK_TOKENS, "24MiB", ("--no-enable-prefix-caching",)),
     "windows with longer blocks": (
         GEMMA_4.write,
+        2 * BLOCK_TOKENS,
+        "24MiB",
+        ("--no-enable-prefix-caching",),
+    ),
+    "windows with shorter blocks": (
+        GEMMA_4_LARGE.write,
         2 * BLOCK_TOKENS,
         "24MiB",
         ("--no-enable-prefix-caching",),
