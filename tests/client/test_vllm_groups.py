@@ -18,6 +18,7 @@ from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step
 from kvfs.errors import DeadlinePassed, InvalidRequest
 from kvfs.groups import Group, Kept, checkpoint_every, longest_prefix
 from kvfs.limits import CONNECTOR_RETRY_S, CONNECTOR_WINDOWS
+from kvfs.namespace_groups import FULL_TOKENS
 from kvfs.namespaces import Namespace
 from tests.client.test_vllm_planner import Clock, FakeLink, FakeRequest, keys_of, namespaces, tokens_of
 from tests.support.stores import NAMESPACE
@@ -494,13 +495,16 @@ def test_states_that_cannot_be_kept_have_a_reason(groups: list[Any], method: str
 
 
 def test_groups_with_blocks_of_different_sizes_have_boundaries_where_all_of_them_end() -> None:
-    from kvfs.connectors.vllm_rules.cache_groups import block_tokens_of, groups_of
+    from kvfs.connectors.vllm_rules.cache_groups import block_tokens_of, extra_of, groups_of
 
     window = spec_group("SlidingWindowSpec", "a", sliding_window=65, block_size=32)
     full = spec_group("FullAttentionSpec", "b", block_size=16)
     chunked = spec_group("ChunkedLocalAttentionSpec", "c", attention_chunk_size=48, block_size=24)
     groups = [window, full, chunked]
     assert block_tokens_of(groups) == 96
+    assert [extra_of(group, groups)[FULL_TOKENS] for group in groups] == ["16"] * 3
+    assert FULL_TOKENS not in extra_of(full, [full, spec_group("SlidingWindowSpec", "a", sliding_window=65)])
+    assert FULL_TOKENS not in extra_of(window, [window, chunked])
     found = groups_of(SimpleNamespace(kv_cache_groups=groups))
     assert found == [Group(2, stride=3), Group(stride=6), Group(2, is_chunked=True, stride=4)]
 

@@ -144,6 +144,44 @@ def test_windows_with_longer_or_shorter_blocks_go_on_where_one_of_each_ends(
                 hear(window.stored(block, block + 1))
 
 
+def test_a_block_of_full_attention_wants_all_parts_of_a_window_beside_it() -> None:
+    halves, sequence = Window(1, BLOCK_TOKENS // 2, 1), count(1)
+    stand = stand_of(of_group(FULL), halves.stored(0, halves.in_prompt))
+    last, before = halves.in_prompt - 1, halves.in_prompt - 2
+
+    def after(event: KVEvent) -> int:
+        stand.feed.receive(message("engine-a", next(sequence), event))
+        return stand.held(PROMPT)
+
+    assert after(halves.removed(before)) == BLOCKS - 1
+    assert after(halves.removed(last)) == BLOCKS - 1
+    assert after(halves.stored(last, last + 1)) == BLOCKS - 1
+    assert after(halves.stored(before, last)) == BLOCKS
+    assert after(halves.stored(before, last)) == BLOCKS
+    assert after(halves.removed(before)) == BLOCKS, "there is another copy"
+    assert after(halves.removed(before)) == BLOCKS - 1
+
+
+def test_prompts_that_part_within_a_block_share_its_first_half() -> None:
+    half = BLOCK_TOKENS // 2
+    one, other = PROMPT[:BLOCK_TOKENS], [*PROMPT[:half], *PROMPT[-half:]]
+    halves: Any = {
+        "block_size": half,
+        "group_idx": 1,
+        "kv_cache_spec_kind": "sliding_window",
+        "kv_cache_spec_sliding_window": half + 2,
+    }
+    stand = stand_of(
+        stored([1], one, kv_cache_spec_kind="full_attention"),
+        stored([2], other, kv_cache_spec_kind="full_attention"),
+        stored([100, 1], one, **halves),
+        stored([2], other[half:], 100, **halves),
+    )
+    assert (stand.held(one), stand.held(other)) == (1, 1)
+    stand.feed.receive(message("engine-a", 1, BlockRemoved([100], GPU, group_idx=1)))
+    assert (stand.held(one), stand.held(other)) == (0, 0)
+
+
 @pytest.mark.parametrize("tokens", [BLOCK_TOKENS // 2, BLOCK_TOKENS + 8, 0])
 def test_full_attention_counts_alone_where_blocks_are_no_whole_ones_of_it(tokens: int) -> None:
     stand = stand_of(of_group(FULL), Window(1, BLOCK_TOKENS, 2).stored(0, 2, block_size=tokens))

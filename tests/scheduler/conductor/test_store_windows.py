@@ -226,6 +226,19 @@ def _read(group: int, end: int, model: str) -> range:
     return range(max(own - read_of(group, model), 0), own)
 
 
+def test_a_block_of_full_attention_wants_all_parts_of_a_window_beside_it() -> None:
+    stand = Stand(*all_of(FULL, WINDOW_3, model="mixed"), model="mixed")
+    assert stand.held() == BLOCKS
+    last = count_of(WINDOW_3, "mixed") - 1
+    for event in (removed, stored):
+        stand.hears(event(WINDOW_3, last, model="mixed"))
+        assert stand.held() == (BLOCKS - 1 if event is removed else BLOCKS)
+        stand.hears(removed(WINDOW_3, last - 1, model="mixed"))
+        assert stand.held() == BLOCKS - 1
+        stand.hears(stored(WINDOW_3, last - 1, model="mixed"))
+        assert stand.held() == (BLOCKS - 1 if event is removed else BLOCKS)
+
+
 def test_a_prompt_half_of_which_was_demoted_counts_as_a_whole() -> None:
     """Blocks that are followed by others are demoted last; the window's are where they are."""
     stand = Stand(*all_of(FULL), *(stored(WINDOW_3, block) for block in range(6, 9)))
