@@ -24,7 +24,7 @@ from kvfs.events.kv_events import CHUNKS, GPU, AllBlocksCleared, BlockRemoved, B
 from kvfs.keys import HASH_BYTES
 from kvfs.limits import MAX_BLOCK_PARTS
 from scheduler.conductor.feeds.engine_hashes import EngineHashes
-from scheduler.conductor.feeds.store_windows import Change, StoreWindows
+from scheduler.conductor.feeds.store_windows import StoreWindows
 from scheduler.conductor.registry import Registry
 from scheduler.conductor.sources import Knowledge, Place, Stream, StreamName, Window
 
@@ -156,7 +156,8 @@ class Feed:
         place = Place(event.medium or GPU, model=event.layers_of or b"")
         if isinstance(event, BlockRemoved):
             if event.group_idx:
-                self._change(stream, self._windows_of(stream).removed(event, keys))
+                for change in self._windows_of(stream).removed(event, keys):
+                    self._registry.removed(stream, change.place, b"".join(change.gone))
             else:
                 self._registry.removed(stream, place, b"".join(keys))
             return
@@ -170,15 +171,10 @@ class Feed:
         if window is None or not window.blocks or parent is None:
             self._registry.counts["other_group_events"] += 1
         else:
-            self._change(stream, [self._windows_of(stream).stored(window, event, keys, parent)])
-
-    def _change(self, stream: Stream, changes: list[Change]) -> None:
-        """Have the places of a store's windows change."""
-        for place, keys, gone in changes:
-            if gone:
-                self._registry.removed(stream, place, b"".join(gone))
-            if keys:
-                self._registry.stored(stream, place, b"".join(keys), None)
+            there = self._windows_of(stream).stored(window, event, keys, parent)
+            self._registry.removed(stream, there.place, b"".join(there.gone))
+            # Also without keys: that such layers are there is what full attention is limited by.
+            self._registry.stored(stream, there.place, b"".join(there.keys), None)
 
     def _windows_of(self, stream: Stream) -> StoreWindows:
         found = self._windows.get(stream.name)

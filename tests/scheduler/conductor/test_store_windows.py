@@ -239,6 +239,13 @@ def test_a_block_of_full_attention_wants_all_parts_of_a_window_beside_it() -> No
         assert stand.held() == (BLOCKS - 1 if event is removed else BLOCKS)
 
 
+def test_a_part_of_a_block_says_that_there_are_windows() -> None:
+    stand = Stand(*all_of(FULL, model="mixed"), model="mixed")
+    assert stand.held() == BLOCKS
+    stand.hears(stored(WINDOW_3, 0, model="mixed"))
+    assert stand.held() == 0
+
+
 def test_a_prompt_half_of_which_was_demoted_counts_as_a_whole() -> None:
     """Blocks that are followed by others are demoted last; the window's are where they are."""
     stand = Stand(*all_of(FULL), *(stored(WINDOW_3, block) for block in range(6, 9)))
