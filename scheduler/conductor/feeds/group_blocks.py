@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
+from itertools import pairwise
 
 from kvfs.events.block_copies import BlockCopies
 from kvfs.events.kv_events import BlockStored
@@ -50,12 +51,15 @@ class GroupBlocks:
         self, hashes: Sequence[int], event: BlockStored, before: int | None, full: Container[int]
     ) -> list[int]:
         """Count blocks of an event in; return which of full attention now have all their parts. `before`: what precedes
-        the first. `full`: the blocks of full attention that are known."""
+        the event's tokens. `full`: the blocks of full attention that are known."""
         self._copies.add(hashes, event)
         if self._parts == 1:
             return [*hashes]
-        for one, other in zip([before, *hashes], hashes, strict=False):
-            if one is not None:
+        # vLLM leaves out of an event what a window has passed, at its begin: then `before` is not before the first.
+        has_all = len(event.token_ids) == len(hashes) * event.block_size
+        for one, other in pairwise([before, *hashes] if has_all and before is not None else hashes):
+            if one not in full:
+                self._unlink(other)
                 self._before[other] = one
                 self._after[one].add(other)
         blocks = dict.fromkeys(block for hash in hashes for block in self._blocks_with(hash, full))
@@ -66,16 +70,19 @@ class GroupBlocks:
         whole = [block for block in self._blocks_with(hash, full) if block in self]
         if not self._copies.remove(hash):
             return []
+        self._unlink(hash)
+        return whole
+
+    def _unlink(self, hash: int) -> None:
         before = self._before.pop(hash, None)
         if before is not None:
             self._after[before].remove(hash)
             if not self._after[before]:
                 del self._after[before]
-        return whole
 
     def _blocks_with(self, hash: int, full: Container[int]) -> Iterator[int]:
         """Yield the known blocks of full attention that a part is of."""
-        parts = [hash]
+        parts = {hash}
         for _ in range(self._parts):
             yield from (part for part in parts if part in full)
-            parts = [after for part in parts if part not in full for after in self._after.get(part, ())]
+            parts = {after for part in parts if part not in full for after in self._after.get(part, ())}

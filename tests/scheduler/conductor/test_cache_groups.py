@@ -84,7 +84,9 @@ class Window(NamedTuple):
         full, rest = divmod((block + 1) * self.tokens, BLOCK_TOKENS)
         return 1000 * self.tokens + block if rest else full
 
-    def stored(self, first: int, last: int, **values: Any) -> BlockStored:
+    def stored(self, first: int, last: int, kept: int = 0, **values: Any) -> BlockStored:
+        """Return the event of a stretch of blocks, of which those from `kept` on are: vLLM says the tokens of all, and
+        what precedes the first."""
         given = {
             "block_size": self.tokens,
             "group_idx": self.group,
@@ -94,7 +96,7 @@ class Window(NamedTuple):
         }
         before = self.hash(first - 1) if first else None
         tokens = PROMPT[first * self.tokens : last * self.tokens]
-        hashes: list[BlockHash] = [*map(self.hash, range(first, last))]
+        hashes: list[BlockHash] = [*map(self.hash, range(max(first, kept), last))]
         return stored(hashes, tokens, before, **given)
 
     def removed(self, block: int) -> BlockRemoved:
@@ -131,15 +133,20 @@ def test_windows_with_longer_or_shorter_blocks_go_on_where_one_of_each_ends(
     for window in windows:
         held[window] = set(range(first[window]))
     hear(of_group(FULL), *(window.stored(0, first[window]) for window in windows))
+    kept = {window: data.draw(st.integers(first[window], window.in_prompt)) for window in windows}
     for window in windows:
-        held[window] = set(range(window.in_prompt))
-    hear(of_group(FULL, full), *(window.stored(first[window], window.in_prompt) for window in windows))
+        held[window] |= set(range(kept[window], window.in_prompt))
+    hear(
+        of_group(FULL, full),
+        *(window.stored(first[window], window.in_prompt, kept[window]) for window in windows),
+    )
     hear(*([removed(FULL, set(range(full, BLOCKS)))] if full < BLOCKS else []))
     for window in windows:
         for block in data.draw(st.lists(st.integers(0, window.in_prompt - 1), max_size=3, unique=True)):
+            was_held = block in held[window]
             held[window].discard(block)
             hear(window.removed(block))
-            if data.draw(st.booleans()):
+            if was_held and data.draw(st.booleans()):
                 held[window].add(block)
                 hear(window.stored(block, block + 1))
 
