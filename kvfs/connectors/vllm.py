@@ -171,11 +171,11 @@ class KVFSConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "evicted between its lookup and its load"
             )
         check_parallel(vllm_config.parallel_config)
-        self._groups = groups_of(kv_cache_config)
-        self._is_plain = is_plain(kv_cache_config.kv_cache_groups)
         unkept = why_unkept(kv_cache_config, vllm_config)
         self._is_idle = bool(unkept)
         """Whether nothing can be kept: then no worker has a namespace, without which nothing is planned."""
+        self._groups = [] if self._is_idle else groups_of(kv_cache_config)
+        self._is_plain = is_plain(kv_cache_config.kv_cache_groups)
         if self._is_idle:
             if role == KVConnectorRole.SCHEDULER:
                 logging.getLogger(VLLM_LOG).warning(

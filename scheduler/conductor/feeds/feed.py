@@ -142,8 +142,10 @@ class Feed:
         if isinstance(event, BlockStored) and event.kv_cache_spec_kind is not None:
             [block_tokens] = stream.block_tokens.values()
             window = _window_of(event, block_tokens)
-            if window is not None:
-                self._registry.layers_are(stream, group, window)
+            # Of recurrent layers vLLM can keep the state at a prompt's end, too, as a shorter block of the same group.
+            if window is None or stream.groups.get(group, window) != window:
+                return None
+            self._registry.layers_are(stream, group, window)
         known = stream.groups.get(group, None if group or stream.groups else Window())
         return None if known is None else Place(event.medium or GPU, known)
 
@@ -166,8 +168,8 @@ class Feed:
         if not event.group_idx:
             self._registry.stored(stream, place, b"".join(keys), parent)
             return
-        block_tokens = stream.block_tokens.get(event.layers_of or b"", event.block_size)
-        window = _window_of(event, block_tokens)
+        block_tokens = stream.block_tokens.get(event.layers_of or b"")
+        window = None if block_tokens is None else _window_of(event, block_tokens)
         if window is None or not window.blocks or parent is None:
             self._registry.counts["other_group_events"] += 1
         else:
@@ -223,12 +225,12 @@ def _window_of(event: BlockStored, block_tokens: int) -> Window | None:
     layers that read nothing before a token, and blocks of which neither some are as long as one of full attention, and
     a window as some of these, nor one as some of full attention.
     """
-    group, own_tokens = group_of(event), max(event.block_size, 1)
+    group, own_tokens = group_of(event), event.block_size
     if group.window_blocks is None:
         return None if event.kv_cache_spec_kind in CHUNKS else Window()
+    if own_tokens < 1 or not group.window_blocks:
+        return None
     stride, parts = max(own_tokens // block_tokens, 1), max(block_tokens // own_tokens, 1)
     if stride * block_tokens != parts * own_tokens or stride > MAX_STRIDE or parts > MAX_BLOCK_PARTS:
         return None
-    if event.block_size < 1 or not group.window_blocks or group.window_blocks % parts:
-        return None
-    return Window(group.window_blocks // parts, stride, parts)
+    return None if group.window_blocks % parts else Window(group.window_blocks // parts, stride, parts)

@@ -55,10 +55,11 @@ class GroupBlocks:
         self._copies.add(hashes, event)
         if self._parts == 1:
             return [*hashes]
-        # vLLM leaves out of an event what a window has passed, at its begin: then `before` is not before the first.
+        # vLLM leaves out of an event what a window has passed: then `before` is not before the first. What it leaves
+        # out further on ends where a block of full attention does.
         has_all = len(event.token_ids) == len(hashes) * event.block_size
         for one, other in pairwise([before, *hashes] if has_all and before is not None else hashes):
-            if one not in full:
+            if one not in full and (has_all or other not in self._before):
                 self._unlink(other)
                 self._before[other] = one
                 self._after[one].add(other)

@@ -151,6 +151,43 @@ def test_windows_with_longer_or_shorter_blocks_go_on_where_one_of_each_ends(
                 hear(window.stored(block, block + 1))
 
 
+@pytest.mark.parametrize("kind", ["chunked_local_attention", "sliding_window"])
+def test_layers_that_are_not_followed_are_no_full_attention_where_they_come_first(kind: str) -> None:
+    """Chunks are not, nor windows whose blocks are no whole ones of full attention."""
+    other = Window(0, BLOCK_TOKENS + 8, 2).stored(0, 6, kv_cache_spec_kind=kind)
+    stand = stand_of(other)
+    assert stand.held(PROMPT) == 0
+    stand.feed.receive(message("engine-a", 1, of_group(FULL, group_idx=1)))
+    assert stand.held(PROMPT) == BLOCKS
+    assert stand.conductor.counts["other_group_events"] == 1
+
+
+def test_a_state_at_a_prompts_end_does_not_change_what_its_group_is() -> None:
+    """vLLM says of it a shorter block of the same group."""
+    states: Any = {"group_idx": 1, "kv_cache_spec_kind": "mamba"}
+    ends: Any = {**states, "block_size": 4 * BLOCK_TOKENS}
+    stand = stand_of(of_group(FULL), stored([4, 8], PROMPT[: 8 * BLOCK_TOKENS], **ends))
+    assert stand.held(PROMPT) == 8
+    stand.feed.receive(message("engine-a", 1, stored([9], PROMPT[-BLOCK_TOKENS:], 8, **states)))
+    assert stand.held(PROMPT) == 8
+    stand.feed.receive(message("engine-a", 2, removed(1, {7})))
+    assert stand.held(PROMPT) == 4
+    stand.feed.receive(message("engine-a", 3, removed(1, {3}), stored([], [], 8, **ends)))
+    assert stand.held(PROMPT) == 0
+
+
+def test_an_event_that_has_gaps_breaks_no_parts_apart_that_were_told_together() -> None:
+    quarters, read = Window(1, BLOCK_TOKENS // 4, 1), BLOCKS * 4
+    stand = stand_of(of_group(FULL), quarters.stored(0, read))
+    gaps: list[BlockHash] = [quarters.hash(read - 4), quarters.hash(read - 1)]
+    given = {name: getattr(quarters.stored(read - 4, read), name) for name in BlockStored.__struct_fields__}
+    stand.feed.receive(message("engine-a", 1, BlockStored(**{**given, "block_hashes": gaps})))
+    assert stand.held(PROMPT) == BLOCKS
+    for sequence, block in enumerate([*range(read - 4, read), read - 4, read - 1], 2):
+        stand.feed.receive(message("engine-a", sequence, quarters.removed(block)))
+    assert stand.held(PROMPT) == BLOCKS - 1
+
+
 def test_a_block_of_full_attention_wants_all_parts_of_a_window_beside_it() -> None:
     halves, sequence = Window(1, BLOCK_TOKENS // 2, 1), count(1)
     stand = stand_of(of_group(FULL), halves.stored(0, halves.in_prompt))

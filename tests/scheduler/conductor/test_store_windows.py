@@ -268,6 +268,16 @@ def test_blocks_that_are_no_whole_ones_of_full_attention_do_not_count(tokens: in
     assert stand.conductor.counts["other_group_events"] == 1
 
 
+@pytest.mark.parametrize("tokens", [0, -1, 1 << 62])
+def test_events_of_a_model_that_nobody_has_named_are_counted(tokens: int) -> None:
+    fields = {name: getattr(stored(WINDOW_2, 0), name) for name in BlockStored.__struct_fields__}
+    stand = Stand(BlockStored(**{**fields, "block_size": tokens, "layers_of": None}))
+    stand.conductor.registry.remove("plain")
+    stand.hears(BlockStored(**{**fields, "block_size": tokens, "layers_of": None}), *all_of(FULL))
+    assert stand.held() == BLOCKS
+    assert stand.conductor.counts["other_group_events"] == 2
+
+
 def test_groups_of_one_cache_with_blocks_of_different_sizes_are_of_one_model() -> None:
     groups = [group_in(namespace_of(group, "mixed")) for group in range(5)]
     assert len({each.model for each in groups if each is not None}) == 1
