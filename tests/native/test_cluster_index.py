@@ -319,6 +319,16 @@ def test_a_prompt_goes_on_where_longer_blocks_of_windows_end() -> None:
     assert index.match(hashes) == [(3, 16)], "no prompt is as long as that"
 
 
+def test_several_sources_end_within_a_run_that_all_hold() -> None:
+    index, hashes = ClusterIndex(1_000), b"".join(HEAP[:11])
+    for full, stride in ((0, 4), (2, 3), (4, 8), (6, 1), (8, 4)):
+        index.add(full, hashes)
+        index.add(full + 1, hashes)
+        index.set_windows(full, [(full + 1, 1, stride)])
+    assert sorted(index.match(hashes)) == [(0, 8), (2, 9), (4, 8), (6, 11), (8, 8)]
+    assert index.runs(hashes) == ((0b101010101, 8, None), (0b1000100, 1, None), (0b1000000, 2, None))
+
+
 def test_blocks_without_their_parent_are_counted() -> None:
     index = ClusterIndex(1_000)
     index.add(0, b"".join(HEAP[:3]))
