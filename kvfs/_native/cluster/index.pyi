@@ -9,8 +9,10 @@ MAX_SOURCES: Final = 1024
 SPARE_SOURCES: Final = 64
 """While fewer are cleared and not swept yet, adding blocks of whatever source never waits for a sweep."""
 MAX_WINDOWS: Final = 8
-MAX_STRIDE: Final = 4096
 """Of one source."""
+MAX_STRIDE: Final = 4096
+"""Blocks of a source that one of a window's may be as long as: Gemma 4's is as long as two. What is over it is a mistake,
+and their products stay far below 64 bits."""
 
 @disjoint_base
 class ClusterIndex:

@@ -68,6 +68,8 @@ class GroupBlocks:
 
     def remove(self, hash: int, full: Container[int]) -> list[int]:
         """Take a copy out; return which blocks of full attention have not all their parts any more."""
+        if self._parts == 1:  # half the time of what follows, for each block that an engine evicts
+            return [hash] if self._copies.remove(hash) else []
         whole = [block for block in self._blocks_with(hash, full) if block in self]
         if not self._copies.remove(hash):
             return []
