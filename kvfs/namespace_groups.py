@@ -26,6 +26,7 @@ LAYERS: Final = "group_layers"
 FULL_TOKENS: Final = "full_tokens"
 """Tokens of a block of full attention, of the first group of it; said where groups have blocks of different sizes."""
 CHUNK: Final = "group_chunk"
+"""Tokens of a chunk of chunked local attention."""
 STATE: Final = "group_state"
 CACHE: Final = "cache"
 """How a layer's blocks lie in the engine's memory."""
@@ -54,6 +55,7 @@ class NamespaceGroup(NamedTuple):
     window_tokens: int | None
     layers: str
     """Which layers it has."""
+    chunk_tokens: int | None
 
     @property
     def is_full(self) -> bool:
@@ -78,11 +80,17 @@ def group_in(namespace: Namespace) -> NamespaceGroup | None:
     apart = _OF_GROUPS | {"extra"} | ({"block_tokens"} if FULL_TOKENS in namespace.extra else set())
     shared = [{name: some[name] for name in some.keys() - apart} for some in (fields, fields["extra"])]
     canonical = json.dumps(shared, sort_keys=True, separators=(",", ":")).encode("ascii")
-    window = namespace.extra.get(WINDOW, "")
-    is_number = window.isascii() and window.isdecimal() and len(window) <= len(str(MAX_WINDOW_TOKENS))
     return NamespaceGroup(
         hashlib.sha256(canonical).digest()[:DIGEST_BYTES],
         kind,
-        int(window) if is_number else None,
+        _tokens_in(namespace, WINDOW),
         namespace.extra.get(LAYERS, ""),
+        _tokens_in(namespace, CHUNK),
     )
+
+
+def _tokens_in(namespace: Namespace, name: str) -> int | None:
+    """Return a number of tokens, None where a field is none."""
+    value = namespace.extra.get(name, "")
+    is_number = value.isascii() and value.isdecimal() and len(value) <= len(str(MAX_WINDOW_TOKENS))
+    return int(value) if is_number else None

@@ -62,6 +62,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     ownership: str | None = None
     layers_of: bytes | None = None
     """From kvfs, of models with several kinds of attention: `namespace_groups.NamespaceGroup.model`."""
+    chunk_tokens: int | None = None
+    """From kvfs, of chunked local attention."""
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
@@ -106,15 +108,20 @@ CHUNKS: Final = frozenset(("chunked_local_attention",))
 
 def group_of(event: BlockStored) -> Group:
     """Return what the layers of an event's blocks read of a prefix: everything, where it does not say what they are, or
-    says too little, as of chunked local attention, whose chunks have a length that no event names."""
-    return _layers(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, max(event.block_size, 1))
+    says too little, as engines do of chunked local attention: not how long a chunk is."""
+    window, chunk = event.kv_cache_spec_sliding_window, event.chunk_tokens
+    return _layers(event.kv_cache_spec_kind, window, chunk, max(event.block_size, 1))
 
 
 @lru_cache(maxsize=256)
-def _layers(kind: str | None, window_tokens: int | None, block_tokens: int) -> Group:
+def _layers(
+    kind: str | None, window_tokens: int | None, chunk_tokens: int | None, block_tokens: int
+) -> Group:
     """Return the group of layers that a kind names. Each event asks, and engines name few."""
     if kind in _WINDOWS and window_tokens and 0 < window_tokens <= MAX_WINDOW_TOKENS:
         return Group.of_window(window_tokens, block_tokens)
+    if kind in CHUNKS and chunk_tokens and 0 < chunk_tokens <= MAX_WINDOW_TOKENS:
+        return Group() if chunk_tokens % block_tokens else Group.of_chunks(chunk_tokens, block_tokens)
     return Group.of_state() if kind in _STATES else Group()
 
 

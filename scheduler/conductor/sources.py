@@ -43,6 +43,8 @@ class Window(NamedTuple):
     """Blocks of full attention that one of theirs is as long as."""
     parts: int = 1
     """Where theirs are shorter, how many are as long as one of full attention: `blocks` are these then."""
+    is_chunked: bool = False
+    """Whether they read back to a multiple of `blocks`."""
 
 
 class Place(NamedTuple):
@@ -152,19 +154,18 @@ class Sources:
                 ),
                 None,
             )
+            nowhere = [(source, 1, 1, False)]  # its own window
             try:
-                windows = [(self._window(stream, each), *each.window[:2]) for each in sorted(beside)]
+                windows = [self._window(stream, each) for each in sorted(beside)]
             except LimitExceeded:
-                windows = [(source, 1, 1)]
-            self._index.set_windows(
-                source, windows if len(windows) <= MAX_WINDOWS else [(source, 1, 1)], other
-            )
+                windows = nowhere
+            self._index.set_windows(source, windows if len(windows) <= MAX_WINDOWS else nowhere, other)
 
-    def _window(self, stream: Stream, place: Place) -> int:
-        """Return the number of a place, which gets one. Raises LimitExceeded."""
+    def _window(self, stream: Stream, place: Place) -> tuple[int, int, int, bool]:
+        """Return what the index is to know of a place, which gets a number. Raises LimitExceeded."""
         if place not in stream.sources:
             stream.sources[place] = self.take()
-        return stream.sources[place]
+        return stream.sources[place], place.window.blocks, place.window.stride, place.window.is_chunked
 
     def forget_layers(self, stream: Stream) -> None:
         """Take back the numbers of all windows of a stream, whose blocks were cleared. A store keeps them: its blocks

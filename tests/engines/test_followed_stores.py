@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pytest
 
@@ -25,7 +25,7 @@ from tests.engines.test_followed_caches import prompts
 from tests.engines.test_proxy import LOOK_S, START_S, Server, proxy, vllm_server
 from tests.engines.test_vllm_connector import connector
 from tests.engines.test_vllm_events import free_port
-from tests.engines.tiny_families import GEMMA_4, GEMMA_4_LARGE
+from tests.engines.tiny_families import GEMMA_4, GEMMA_4_LARGE, LLAMA_4
 from tests.support.door import ON_DIRECTORY, need_mount
 from tests.support.service import Service, has_written
 from tests.support.waits import eventually
@@ -37,32 +37,34 @@ pytestmark = [
     pytest.mark.skipif(ON_DIRECTORY, reason="only on the service"),
 ]
 
+NO_CACHE: Final = ("--no-enable-prefix-caching",)
+
+
+class Case(NamedTuple):
+    """A model, and what its engine and store are started with."""
+
+    write_model: Callable[[Path], None]
+    boundary_tokens: int = BLOCK_TOKENS
+    """How far apart the boundaries are at which prompts go on."""
+    nvme: str = "24MiB"
+    flags: tuple[str, ...] = NO_CACHE
+    """vLLM's."""
+
+
 FAMILIES: Final = {
-    "windows": (tiny_gemma.write_model, BLOCK_TOKENS, "24MiB", ("--no-enable-prefix-caching",)),
-    "windows with longer blocks": (
-        GEMMA_4.write,
-        2 * BLOCK_TOKENS,
-        "24MiB",
-        ("--no-enable-prefix-caching",),
-    ),
-    "windows with shorter blocks": (
-        GEMMA_4_LARGE.write,
-        2 * BLOCK_TOKENS,
-        "24MiB",
-        ("--no-enable-prefix-caching",),
-    ),
-    "states": (
+    "windows": Case(tiny_gemma.write_model),
+    "windows with longer blocks": Case(GEMMA_4.write, 2 * BLOCK_TOKENS),
+    "windows with shorter blocks": Case(GEMMA_4_LARGE.write, 2 * BLOCK_TOKENS),
+    "chunks": Case(LLAMA_4.write),
+    "states": Case(
         tiny_lfm2.write_model,
-        BLOCK_TOKENS,
-        "16MiB",
-        (
+        nvme="16MiB",
+        flags=(
             *("--enable-prefix-caching", "--prefix-cache-retention-interval", "96"),
             *("--compilation-config", '{"custom_ops": ["none"]}'),
         ),
     ),
 }
-"""What writes a model, how far apart the boundaries are at which its prompts go on, how much its store has on NVMe, and
-vLLM's flags."""
 SLOTS: Final = 160
 """Blocks in the store's memory: two or three of the prompts."""
 PROMPTS: Final = 60
@@ -132,9 +134,9 @@ def followed(
 ) -> Iterator[Followed]:
     need_mount()
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    write_model, boundary_tokens, nvme, flags = FAMILIES[request.param]
-    engines = Engines(engine_python, work / f"stored-{request.param.replace(' ', '-')}")
-    write_model(engines.work / "model")
+    case, name = FAMILIES[request.param], request.param.replace(" ", "-")
+    engines = Engines(engine_python, work / f"stored-{name}")
+    case.write_model(engines.work / "model")
     door, events = free_port(), f"tcp://127.0.0.1:{free_port()}"
     config = engines.work / "kvfs.toml"
     config.write_text(
@@ -143,18 +145,18 @@ def followed(
     )
     with ExitStack() as stack:
         arguments = ["--config", str(config), "--slots", str(SLOTS)]
-        service = stack.enter_context(Service(dram="16MiB", nvme=nvme, arguments=arguments))
+        service = stack.enter_context(Service(dram="16MiB", nvme=case.nvme, arguments=arguments))
         server = stack.enter_context(
             vllm_server(
                 engines,
                 "engine",
-                connector(service, revision=request.param.replace(" ", "-")),
-                *("--max-model-len", "2048", "--max-num-batched-tokens", "96", *flags),
+                connector(service, revision=name),
+                *("--max-model-len", "2048", "--max-num-batched-tokens", "96", *case.flags),
             )
         )
         eventually(server.is_up, "it answers", START_S, every_s=LOOK_S)
         stack.enter_context(proxy("--conduct", "--engine", server.url, "--config", str(config)))
-        made = Followed(server, service, f"http://127.0.0.1:{door}", boundary_tokens)
+        made = Followed(server, service, f"http://127.0.0.1:{door}", case.boundary_tokens)
         eventually(
             lambda: [each["knowledge"] for each in made.streams()] == ["current"], "the store is followed"
         )

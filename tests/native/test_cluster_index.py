@@ -25,7 +25,9 @@ prompts = st.lists(st.sampled_from(KEYS), max_size=12)
 parts = st.tuples(st.integers(0, 8_000), st.integers(0, 1_500)).map(lambda at: HEAP[at[0] : at[0] + at[1]])
 blocks = st.one_of(prompts, prompts, parts)
 strides = st.sampled_from([1, 1, 2, 3, 4])
-windows = st.lists(st.tuples(sources, st.integers(1, 4), strides), max_size=3)
+windows = st.lists(st.tuples(sources, st.integers(1, 4), strides, st.booleans()), max_size=3)
+Beside = tuple[int, int, int, bool]
+"""As `ClusterIndex.set_windows` has them."""
 
 
 class Model:
@@ -34,7 +36,7 @@ class Model:
     def __init__(self) -> None:
         self.holders: dict[bytes, set[int]] = {}
         self.producers: dict[bytes, int] = {}
-        self.windows: dict[int, list[tuple[int, int, int]]] = {}
+        self.windows: dict[int, list[Beside]] = {}
         self.others: dict[int, int] = {}
 
     def add(self, source: int, hashes: Iterable[bytes], producer: int | None = None) -> None:
@@ -70,18 +72,19 @@ class Model:
         """Return who has each block of the longest prefix for somebody who goes on from there."""
         held = list(takewhile(bool, (self.holders.get(key, set()) for key in hashes)))
 
-        def goes_on(source: int, windows: list[tuple[int, int, int]], end: int) -> bool:
+        def goes_on(source: int, windows: list[Beside], end: int) -> bool:
             either = {source, self.others.get(source, source)}
             return all(either & each for each in held[:end]) and all(
-                end % stride == 0 and all(holder in each for each in held[stride - 1 : end : stride][-count:])
-                for holder, count, stride in windows
+                end % stride == 0
+                and all(holder in each for each in _read(held[stride - 1 : end : stride], count, is_chunked))
+                for holder, count, stride, is_chunked in windows
             )
 
         ends = {
             source: max((n for n in range(1, len(held) + 1) if goes_on(source, windows, n)), default=0)
             for source, windows in self.windows.items()
         }
-        beside = {holder for windows in self.windows.values() for holder, _, _ in windows}
+        beside = {holder for windows in self.windows.values() for holder, *_ in windows}
         found = [{each for each in some if n < ends.get(each, n + 1)} - beside for n, some in enumerate(held)]
         return list(takewhile(bool, found))
 
@@ -92,6 +95,11 @@ class Model:
     def match(self, hashes: list[bytes], among: Iterable[int] = SOURCES) -> list[tuple[int, int]]:
         depths = {source: depth(self, hashes, {source}) for source in among}
         return sorted(((s, d) for s, d in depths.items() if d), key=lambda found: (-found[1], found[0]))
+
+
+def _read(blocks: list[set[int]], count: int, is_chunked: bool) -> list[set[int]]:
+    """Return those of a window's blocks before a boundary that are read there."""
+    return blocks[len(blocks) // count * count :] if is_chunked else blocks[-count:]
 
 
 def mask(held: Iterable[int]) -> int:
@@ -133,7 +141,7 @@ class Machine(RuleBasedStateMachine):
         self.model.clear(source)
 
     @rule(source=sources, windows=windows, other=st.none() | sources)
-    def set_windows(self, source: int, windows: list[tuple[int, int, int]], other: int | None) -> None:
+    def set_windows(self, source: int, windows: list[Beside], other: int | None) -> None:
         self.index.set_windows(source, windows, other)
         self.model.windows.pop(source, None)
         self.model.others[source] = source if other is None else other
@@ -255,13 +263,18 @@ def test_sources_that_are_cleared_and_not_swept_are_counted() -> None:
     assert index.unswept_sources == 0
 
 
+few = st.sets(st.integers(0, 11), max_size=4)
+lost = st.one_of(few, few.map(lambda kept: set(range(12)) - kept))
+"""Of twelve blocks a few, or all but a few: chunks go on where nothing of theirs is there."""
+
+
 @given(
-    st.lists(st.sets(st.integers(0, 11), max_size=4), min_size=4, max_size=4),
-    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), strides), max_size=3),
+    st.tuples(few, lost, lost, lost),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), strides, st.booleans()), max_size=3),
     st.sampled_from([None, 0, 3]),
 )
 def test_a_source_counts_as_far_as_its_windows_go_on(
-    lost: list[set[int]], beside: list[tuple[int, int, int]], other: int | None
+    lost: tuple[set[int], ...], beside: list[Beside], other: int | None
 ) -> None:
     index, model, hashes = ClusterIndex(100), Model(), HEAP[:12]
     for source, gone in enumerate(lost):
@@ -282,7 +295,7 @@ def test_a_source_counts_as_far_as_its_windows_go_on(
 def test_a_prompt_goes_on_from_where_windows_and_states_are_there() -> None:
     """Source 0 has full attention, 1 a window of two blocks, 2 states, of which the engine has kept two."""
     index, hashes = ClusterIndex(1_000), b"".join(HEAP[:10])
-    index.set_windows(0, [(1, 2, 1), (2, 1, 1)])
+    index.set_windows(0, [(1, 2, 1, False), (2, 1, 1, False)])
     index.add(0, hashes)
     assert index.runs(hashes) == ()
     index.add(1, hashes)
@@ -302,7 +315,7 @@ def test_a_prompt_goes_on_where_longer_blocks_of_windows_end() -> None:
     """Source 1 has blocks as long as three of source 0, of which two are read; source 2 states as long as two."""
     index, hashes = ClusterIndex(1_000), b"".join(HEAP[:16])
     index.add(0, hashes)
-    index.set_windows(0, [(1, 2, 3)])
+    index.set_windows(0, [(1, 2, 3, False)])
     assert index.match(hashes) == []
     index.add(1, HEAP[2] + HEAP[5] + HEAP[11] + HEAP[14])
     assert index.match(hashes) == [(0, 15)]
@@ -311,12 +324,52 @@ def test_a_prompt_goes_on_where_longer_blocks_of_windows_end() -> None:
     index.add(1, HEAP[8])
     assert index.match(hashes) == [(0, 12)], "within a run that all hold"
     index.add(2, HEAP[5])
-    index.set_windows(0, [(1, 2, 3), (2, 1, 2)])
+    index.set_windows(0, [(1, 2, 3, False), (2, 1, 2, False)])
     assert index.match(hashes) == [(0, 6)]
     index.add(3, hashes)
     assert index.runs(hashes) == ((0b1001, 6, None), (0b1000, 10, None))
-    index.set_windows(0, [(1, 1, MAX_STRIDE - n) for n in range(MAX_WINDOWS)])
+    index.set_windows(0, [(1, 1, MAX_STRIDE - n, False) for n in range(MAX_WINDOWS)])
     assert index.match(hashes) == [(3, 16)], "no prompt is as long as that"
+
+
+def test_a_prompt_goes_on_where_a_chunk_ends_or_its_blocks_are_there() -> None:
+    """Source 1 has the blocks of chunks of four, but for their last ones, which nobody reads."""
+    index, hashes = ClusterIndex(1_000), b"".join(HEAP[:15])
+    index.add(0, hashes)
+    index.set_windows(0, [(1, 4, 1, True)])
+    assert (index.match(hashes), index.runs(hashes)) == ([(0, 12)], ((1, 12, None),)), "nothing is read there"
+    index.add(1, b"".join(HEAP[12:14]))
+    assert index.match(hashes) == [(0, 14)]
+    index.add(1, HEAP[14])
+    assert index.match(hashes) == [(0, 15)]
+    index.remove(1, HEAP[12])
+    assert index.match(hashes) == [(0, 12)], "those behind a gap are worth nothing"
+    index.remove(0, HEAP[11])
+    assert index.match(hashes) == [(0, 8)]
+    index.add(1, b"".join(HEAP[8:10]))
+    assert index.match(hashes) == [(0, 10)]
+    index.set_windows(0, [(1, 4, 1, True), (2, 1, 3, False)])
+    index.add(2, HEAP[5] + HEAP[8])
+    assert index.match(hashes) == [(0, 9)], "a chunk's begin and a window's end"
+    index.remove(1, HEAP[8])
+    index.add(1, HEAP[4])
+    assert index.match(hashes) == []
+    index.add(1, HEAP[5])
+    assert index.match(hashes) == [(0, 6)]
+
+
+def test_where_a_chunk_begins_windows_go_on_too() -> None:
+    """Nothing is there of a chunk of four; a window of three blocks has a gap before; states are as long as two."""
+    index, hashes = ClusterIndex(1_000), b"".join(HEAP[:10])
+    index.add(0, hashes)
+    index.add(2, b"".join(HEAP[2:7]))
+    index.set_windows(0, [(2, 3, 1, False), (1, 4, 1, True)])
+    assert index.match(hashes[: 7 * 16]) == []
+    index.add(2, HEAP[1])
+    assert index.match(hashes[: 7 * 16]) == [(0, 4)]
+    index.add(3, hashes)
+    index.set_windows(0, [(3, 1, 2, False), (1, 3, 1, True)])
+    assert index.match(hashes) == [(0, 6)], "not 9, where no state ends, nor 8, within a chunk"
 
 
 def test_several_sources_end_within_a_run_that_all_hold() -> None:
@@ -324,7 +377,7 @@ def test_several_sources_end_within_a_run_that_all_hold() -> None:
     for full, stride in ((0, 4), (2, 3), (4, 8), (6, 1), (8, 4)):
         index.add(full, hashes)
         index.add(full + 1, hashes)
-        index.set_windows(full, [(full + 1, 1, stride)])
+        index.set_windows(full, [(full + 1, 1, stride, False)])
     assert sorted(index.match(hashes)) == [(0, 8), (2, 9), (4, 8), (6, 11), (8, 8)]
     assert index.runs(hashes) == ((0b101010101, 8, None), (0b1000100, 1, None), (0b1000000, 2, None))
 
@@ -383,11 +436,12 @@ def test_questions_from_other_threads_are_answered_while_blocks_come_and_go() ->
         lambda index: index.depths(bytes(16), [-1]),
         lambda index: index.depths(bytes(16), [1 << MAX_SOURCES]),
         lambda index: index.set_windows(MAX_SOURCES, []),
-        lambda index: index.set_windows(0, [(MAX_SOURCES, 1, 1)]),
-        lambda index: index.set_windows(0, [(1, 1, 0)]),
-        lambda index: index.set_windows(0, [(1, 1, MAX_STRIDE + 1)]),
-        lambda index: index.set_windows(0, [(1, 1, 1)], MAX_SOURCES),
-        lambda index: index.set_windows(0, [(1, 1, 1)] * (MAX_WINDOWS + 1)),
+        lambda index: index.set_windows(0, [(MAX_SOURCES, 1, 1, False)]),
+        lambda index: index.set_windows(0, [(1, 1, 0, False)]),
+        lambda index: index.set_windows(0, [(1, 0, 1, True)]),
+        lambda index: index.set_windows(0, [(1, 1, MAX_STRIDE + 1, False)]),
+        lambda index: index.set_windows(0, [(1, 1, 1, False)], MAX_SOURCES),
+        lambda index: index.set_windows(0, [(1, 1, 1, False)] * (MAX_WINDOWS + 1)),
     ],
 )
 def test_what_is_out_of_range_is_refused(call: object) -> None:

@@ -21,7 +21,10 @@ KINDS = (
     ("sliding_window", 3 * BLOCK + 1),
     ("mamba", None),
     ("mla_attention", None),
+    ("chunked_local_attention", None),
 )
+CHUNKS = 4
+"""The group of four blocks each."""
 
 
 def stored(group: int, blocks: list[int], medium: str = GPU) -> BlockStored:
@@ -37,6 +40,7 @@ def stored(group: int, blocks: list[int], medium: str = GPU) -> BlockStored:
         group_idx=group,
         kv_cache_spec_kind=kind,
         kv_cache_spec_sliding_window=window,
+        chunk_tokens=4 * BLOCK if group == CHUNKS else None,
     )
 
 
@@ -49,11 +53,12 @@ def index_of(*events: KVEvent) -> EngineIndex:
 
 def reads(group: int, boundary: int) -> set[int]:
     """The blocks that the layers of a group read from a boundary on."""
-    tokens = {0: boundary * BLOCK, 1: 3 * BLOCK, 2: 1, 3: boundary * BLOCK}[group]
+    all_before = boundary * BLOCK
+    tokens = {0: all_before, 1: 3 * BLOCK, 2: 1, 3: all_before, CHUNKS: boundary % 4 * BLOCK}[group]
     return {token // BLOCK for token in range(max(boundary * BLOCK - tokens, 0), boundary * BLOCK)}
 
 
-@given(st.lists(st.sets(st.integers(0, 9)), min_size=4, max_size=4), st.sets(st.integers(0, 3), min_size=1))
+@given(st.lists(st.sets(st.integers(0, 9)), min_size=5, max_size=5), st.sets(st.integers(0, 4), min_size=1))
 def test_a_prefix_is_as_long_as_each_group_has_what_its_layers_read(
     held: list[set[int]], groups: set[int]
 ) -> None:
@@ -68,9 +73,9 @@ def test_a_prefix_is_as_long_as_each_group_has_what_its_layers_read(
 
 
 @given(
-    st.lists(st.sampled_from([1, 2, 3]), min_size=4, max_size=4),
-    st.lists(st.sets(st.integers(0, 11), max_size=3), min_size=4, max_size=4),
-    st.sets(st.integers(0, 3), min_size=1),
+    st.lists(st.sampled_from([1, 2, 3]), min_size=5, max_size=5),
+    st.lists(st.sets(st.integers(0, 11), max_size=3), min_size=5, max_size=5),
+    st.sets(st.integers(0, 4), min_size=1),
 )
 def test_blocks_of_different_sizes_end_together_where_an_engine_goes_on(
     sizes: list[int], lost: list[set[int]], groups: set[int]
@@ -83,7 +88,13 @@ def test_blocks_of_different_sizes_end_together_where_an_engine_goes_on(
         held[group] = set(range(12 // size)) - lost[group]
         window = KINDS[group][1] and 3 * size * BLOCK + 1
         ends = [(n + 1) * size - 1 for n in range(12 // size)]
-        event = replace(stored(group, ends), block_size=size * BLOCK, kv_cache_spec_sliding_window=window)
+        chunk = stored(group, []).chunk_tokens
+        event = replace(
+            stored(group, ends),
+            block_size=size * BLOCK,
+            kv_cache_spec_sliding_window=window,
+            chunk_tokens=chunk and chunk * size,
+        )
         events += [
             event,
             BlockRemoved([ends[n] for n in range(12 // size) if n in lost[group]], GPU, group_idx=group),

@@ -29,7 +29,7 @@ from kvfs.events.kv_events import (
 )
 from kvfs.events.sockets import Publisher, Subscriber
 from kvfs.limits import MIB
-from kvfs.namespace_groups import KIND, LAYERS, WINDOW, group_in
+from kvfs.namespace_groups import CHUNK, KIND, LAYERS, WINDOW, group_in
 from kvfs.namespaces import Namespace
 from tests.support.block_batches import Block, open_blocks
 from tests.support.kv_events import ENGINE, TOPIC, store_event
@@ -185,11 +185,15 @@ async def test_blocks_of_cache_groups_are_told_with_what_their_layers_read(tmp_p
     window = Namespace.from_mapping(
         {**plain, "extra": {KIND: "SlidingWindowSpec", WINDOW: "64", LAYERS: "2"}}
     )
-    layers, windowed = group_in(full), group_in(window)
+    chunk = Namespace.from_mapping(
+        {**plain, "extra": {KIND: "ChunkedLocalAttentionSpec", CHUNK: "128", LAYERS: "3"}}
+    )
+    layers, windowed, chunked = group_in(full), group_in(window), group_in(chunk)
     assert layers is not None
     assert windowed is not None
+    assert chunked is not None
     with open_store(StoreOptions(tmp_path, dram_bytes=16 * MIB, max_slots=64, backing="directory")) as store:
-        buckets = {BOUND: NAMESPACE, b"full": full, b"window": window}
+        buckets = {BOUND: NAMESPACE, b"full": full, b"window": window, b"chunk": chunk}
         for name, namespace in buckets.items():
             store.create_bucket(name, uid=0, gid=0, namespace=namespace)
 
@@ -206,6 +210,7 @@ async def test_blocks_of_cache_groups_are_told_with_what_their_layers_read(tmp_p
                 await until(lambda: len(past) == 2)
                 put(b"full", 2, 1)
                 put(b"window", 102, 2)  # is no continuation of the event of the block that it lies beside
+                put(b"chunk", 201, 2)
                 put(BOUND, 3, None)
                 for number in (102, 101, 2):
                     store.remove_block(digest(number))
@@ -215,18 +220,24 @@ async def test_blocks_of_cache_groups_are_told_with_what_their_layers_read(tmp_p
     first, second = (decode_batch(frames[1]).events for frames in list(past.since(0))[1:])
     stored = [each for each in [*first, *second] if isinstance(each, BlockStored)]
     told = {
-        each.block_hashes[0]: (each.group_idx, each.kv_cache_spec_kind, each.kv_cache_spec_sliding_window)
+        each.block_hashes[0]: (
+            each.group_idx,
+            each.kv_cache_spec_kind,
+            each.kv_cache_spec_sliding_window,
+            each.chunk_tokens,
+        )
         for each in stored
     }
-    of_window, of_full = (windowed.number, "sliding_window", 64), (None, "full_attention", None)
+    of_window, of_full = (windowed.number, "sliding_window", 64, None), (None, "full_attention", None, None)
     assert told == {
         digest(1): of_full,
         digest(101): of_window,
         digest(2): of_full,
         digest(102): of_window,
-        digest(3): (None, None, None),
+        digest(201): (chunked.number, "chunked_local_attention", None, 128),
+        digest(3): (None, None, None, None),
     }
-    assert [each.parent_block_hash for each in stored if each.group_idx] == [digest(1), digest(2)]
+    assert [each.parent_block_hash for each in stored if each.group_idx] == [digest(1), digest(2), digest(2)]
     assert {each.layers_of for each in stored[:-1]} == {layers.model}
     assert stored[-1].layers_of is None
     assert [each for each in second if isinstance(each, BlockRemoved)] == [

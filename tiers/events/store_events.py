@@ -130,6 +130,7 @@ class BlockEvents:
                 locality="LOCAL",
                 ownership=OWNER,
                 layers_of=layers.model,
+                chunk_tokens=layers.chunk_tokens,
             )
             self._events.append(event)
         self._last = placed.digest
@@ -183,6 +184,7 @@ class _Layers(NamedTuple):
     kind: str | None = None
     window_tokens: int | None = None
     model: bytes | None = None
+    chunk_tokens: int | None = None
 
     @classmethod
     def of(cls, namespace: Namespace) -> _Layers:
@@ -190,4 +192,6 @@ class _Layers(NamedTuple):
         layers, group = cls(namespace.block_tokens, namespace.lora or None), group_in(namespace)
         if group is None:
             return layers
-        return cls(*layers[:2], group.number, group.kind, group.window_tokens, group.model)
+        return cls(
+            *layers[:2], group.number, group.kind, group.window_tokens, group.model, group.chunk_tokens
+        )

@@ -11,8 +11,8 @@ SPARE_SOURCES: Final = 64
 MAX_WINDOWS: Final = 8
 """Of one source."""
 MAX_STRIDE: Final = 4096
-"""Blocks of a source that one of a window's may be as long as: Gemma 4's is as long as two. What is over it is a mistake,
-and their products stay far below 64 bits."""
+"""Blocks of a source that one of a window's may be as long as: Gemma 4's is as long as two. What is over it is a
+mistake, and products of eight stay within 64 bits as long as a prompt's blocks do in 32."""
 
 @disjoint_base
 class ClusterIndex:
@@ -46,7 +46,7 @@ class ClusterIndex:
         Changes of blocks do the same as they go. The mutex is free between two segments."""
 
     def set_windows(
-        self, source: int, windows: Sequence[tuple[int, int, int]], other: int | None = None
+        self, source: int, windows: Sequence[tuple[int, int, int, bool]], other: int | None = None
     ) -> None:
         """Count a source, from the first block on, only as far as what lies beside it goes on, in place of what was
         said before; () ends it.
@@ -54,10 +54,11 @@ class ClusterIndex:
         `windows`: sources, MAX_WINDOWS at most, each with how many blocks of its own it must hold one behind the other
         before a boundary, or all where there are fewer: those of a sliding window, or the one of a recurrent state. Its
         third number says how many of this source's blocks one of them is as long as, MAX_STRIDE at most: it has the
-        hash of the last, and a boundary is where one of each window ends. `runs`, `match` and `depths` then have the
-        source up to the last boundary from which a prompt can go on, and the windows themselves not at all; so a source
-        that is its own window counts nowhere. `other`: a source that may have what this one lacks of a prompt: both lie
-        in one store. Raises InvalidRequest for more windows, and longer blocks.
+        hash of the last, and a boundary is where one of each window ends. The fourth says that the layers have chunks
+        of so many blocks instead, of which those are read that are before the boundary. `runs`, `match` and `depths`
+        then have the source up to the last boundary from which a prompt can go on, and the windows themselves not at
+        all; so a source that is its own window counts nowhere. `other`: a source that may have what this one lacks of a
+        prompt: both lie in one store. Raises InvalidRequest for more windows, longer blocks, and windows of none.
         """
 
     # --- what is under way --------------------------------------------------------------------------------

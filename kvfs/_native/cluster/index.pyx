@@ -46,6 +46,7 @@ cdef extern from "cluster/index_core.h" nogil:
         uint32_t blocks
         uint32_t stride
         uint32_t other
+        uint32_t is_chunked
     kvfs_cluster *kvfs_cluster_new(uint64_t max_blocks, uint64_t seed)
     void kvfs_cluster_free(kvfs_cluster *c)
     int64_t kvfs_cluster_change(kvfs_cluster *c, kvfs_set_change change, uint32_t source, int64_t producer,
@@ -223,8 +224,10 @@ cdef class ClusterIndex:
         if count > KVFS_WINDOWS_OF_SOURCE:
             raise InvalidRequest(f"source {source}: {count} windows: the limit is {KVFS_WINDOWS_OF_SOURCE}")
         for place in range(count):
-            given[place].holder, given[place].blocks, given[place].stride = windows[place]
+            given[place].holder, given[place].blocks, given[place].stride, given[place].is_chunked = windows[place]
             check_source(given[place].holder)
+            if not given[place].blocks:
+                raise InvalidRequest(f"a window of 0 blocks beside source {source}: must be 1 at least")
             if not 1 <= given[place].stride <= KVFS_WINDOW_STRIDE:
                 raise InvalidRequest(f"stride {given[place].stride}: must be from 1 to {KVFS_WINDOW_STRIDE}")
             given[place].other = <uint32_t>beside

@@ -2,9 +2,10 @@
  * layers with sliding windows and recurrent layers have blocks of their own, each kind in a source of its own.
  *
  * A prompt goes on from a boundary if the source itself, or its other one, has each block before it and each of its windows
- * has the last `blocks` of its own before it, or all where there are fewer. Those of a window may be longer: each has the
- * hash of the source's block that ends where it does, and a boundary is where one of each window ends. The same hold all
- * blocks of a run, so that its last boundary is the best of it: of each run that one alone is looked at.
+ * has the last `blocks` of its own before it, or all where there are fewer; of chunks, those since the last one ended. Those
+ * of a window may be longer: each has the hash of the source's block that ends where it does, and a boundary is where one of
+ * each window ends. The same hold all blocks of a run, so that its last boundary is the best of it, or where a chunk's blocks
+ * are not there the last at which that chunk begins: of each run those alone are looked at.
  *
  * Invariants: a window holds nothing for a prompt by itself, and is in no run that is returned. Costs: sources with
  * windows x runs. Concurrency: none.
@@ -59,30 +60,58 @@ struct usable {
     int splits; /* it is within the next run */
 };
 
+/* The last boundary up to `boundary` from which chunks go on: itself, or where one begins of which blocks are missing; `first`
+ * or less where there is none behind it. `run` begins at `first`; `held`: of each window's own, up to there without a gap. */
+static uint64_t chunks_go_on_from(const struct kvfs_window *windows, size_t count, uint64_t step, const uint64_t *held,
+                                  const struct kvfs_run *run, uint64_t first, uint64_t boundary) {
+    for (size_t k = 0; k < count && boundary > first;) {
+        const struct kvfs_window *window = &windows[k++];
+        if (!window->is_chunked) continue;
+        const uint64_t ends = ended(boundary, window->stride), wanted = ends % window->blocks;
+        const int there = has_source(run->holders, window->holder);
+        if (wanted <= (there ? held[k - 1] + ends - ended(first, window->stride) : 0)) continue;
+        boundary = ended((ends - wanted) * window->stride, step) * step;
+        k = 0; /* all are asked again */
+    }
+    return boundary;
+}
+
+/* Whether windows go on from a boundary in a run, and no earlier one in it where they do not; counts the run in. */
+static int windows_go_on(const struct kvfs_window *windows, size_t count, uint64_t *held, const struct kvfs_run *run,
+                         uint64_t first, uint64_t boundary) {
+    int goes_on = boundary > first;
+    for (size_t k = 0; k < count; k++) {
+        const uint64_t stride = windows[k].stride, before = ended(first, stride);
+        const uint64_t here = ended(first + run->blocks, stride);
+        if (here == before) continue; /* none ends in this run, nor is there a boundary in it */
+        if (!has_source(run->holders, windows[k].holder)) {
+            held[k] = 0;
+            goes_on &= windows[k].is_chunked != 0;
+            continue;
+        }
+        const uint64_t wanted = ended(boundary, stride), in_row = held[k] + wanted - before;
+        goes_on &= in_row >= windows[k].blocks || in_row == wanted || windows[k].is_chunked;
+        held[k] += here - before;
+    }
+    return goes_on;
+}
+
 static struct usable usable_of(const struct kvfs_window *windows, size_t count, const struct kvfs_runs *runs) {
     uint64_t held[KVFS_WINDOWS_OF_SOURCE] = {0}; /* of each window's own, up to here and without a gap */
     const uint64_t step = apart(windows, count);
     struct usable usable = {0};
     uint64_t end = 0;
+    uint32_t has_chunks = 0;
+    for (size_t k = 0; k < count; k++) has_chunks |= windows[k].is_chunked;
     for (size_t i = 0; i < runs->count; i++) {
         const struct kvfs_run *run = &runs->at[i];
         if (!has_source(run->holders, windows->source) && !has_source(run->holders, windows->other)) break;
         const uint64_t first = end;
         end += run->blocks;
-        const uint64_t boundary = ended(end, step) * step;
-        int goes_on = boundary > first;
-        for (size_t k = 0; k < count; k++) {
-            const uint64_t stride = windows[k].stride, before = ended(first, stride), here = ended(end, stride);
-            if (here == before) continue; /* none ends in this run, nor is there a boundary in it */
-            if (!has_source(run->holders, windows[k].holder)) {
-                held[k] = goes_on = 0;
-                continue;
-            }
-            const uint64_t wanted = ended(boundary, stride), in_row = held[k] + wanted - before;
-            goes_on &= in_row >= windows[k].blocks || in_row == wanted;
-            held[k] += here - before;
-        }
-        if (goes_on) usable = (struct usable){boundary, boundary < end ? i : i + 1, boundary < end};
+        uint64_t boundary = ended(end, step) * step;
+        if (has_chunks) boundary = chunks_go_on_from(windows, count, step, held, run, first, boundary);
+        if (windows_go_on(windows, count, held, run, first, boundary))
+            usable = (struct usable){boundary, boundary < end ? i : i + 1, boundary < end};
     }
     return usable;
 }

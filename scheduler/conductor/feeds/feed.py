@@ -221,9 +221,9 @@ def _window_of(event: BlockStored, block_tokens: int) -> Window | None:
     """Return what an event's layers read before a boundary, beside full attention with blocks of so many tokens; None
     where that is not followed.
 
-    Chunks are not, whose length no event names: to ask for all of their blocks would find next to nothing. Nor are
-    layers that read nothing before a token, and blocks of which neither some are as long as one of full attention, and
-    a window as some of these, nor one as some of full attention.
+    Chunks are not where events do not say how long one is, as engines' do not: to ask for all of their blocks would
+    find next to nothing. Nor are layers that read nothing before a token, and blocks of which neither some are as long
+    as one of full attention, and a window or chunk as some of these, nor one as some of full attention.
     """
     group, own_tokens = group_of(event), event.block_size
     if group.window_blocks is None:
@@ -233,4 +233,6 @@ def _window_of(event: BlockStored, block_tokens: int) -> Window | None:
     stride, parts = max(own_tokens // block_tokens, 1), max(block_tokens // own_tokens, 1)
     if stride * block_tokens != parts * own_tokens or stride > MAX_STRIDE or parts > MAX_BLOCK_PARTS:
         return None
-    return None if group.window_blocks % parts else Window(group.window_blocks // parts, stride, parts)
+    if group.window_blocks % parts:
+        return None
+    return Window(group.window_blocks // parts, stride, parts, group.is_chunked)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvfs import limits
 from kvfs._native.cluster.index import MAX_WINDOWS
@@ -180,8 +181,7 @@ def test_an_event_that_has_gaps_breaks_no_parts_apart_that_were_told_together() 
     quarters, read = Window(1, BLOCK_TOKENS // 4, 1), BLOCKS * 4
     stand = stand_of(of_group(FULL), quarters.stored(0, read))
     gaps: list[BlockHash] = [quarters.hash(read - 4), quarters.hash(read - 1)]
-    given = {name: getattr(quarters.stored(read - 4, read), name) for name in BlockStored.__struct_fields__}
-    stand.feed.receive(message("engine-a", 1, BlockStored(**{**given, "block_hashes": gaps})))
+    stand.feed.receive(message("engine-a", 1, replace(quarters.stored(read - 4, read), block_hashes=gaps)))
     assert stand.held(PROMPT) == BLOCKS
     for sequence, block in enumerate([*range(read - 4, read), read - 4, read - 1], 2):
         stand.feed.receive(message("engine-a", sequence, quarters.removed(block)))

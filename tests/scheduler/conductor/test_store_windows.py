@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvfs.events.event_streams import Engine
 from kvfs.events.kv_events import (
@@ -23,7 +24,7 @@ from kvfs.events.kv_events import (
     start_of,
 )
 from kvfs.keys import prefix_hashes
-from kvfs.namespace_groups import FULL_TOKENS, KIND, LAYERS, WINDOW, group_in
+from kvfs.namespace_groups import CHUNK, FULL_TOKENS, KIND, LAYERS, WINDOW, group_in
 from kvfs.namespaces import Namespace
 from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.feeds.feed import Feed
@@ -38,13 +39,18 @@ PROMPT: Final = list(range(500, 500 + BLOCKS * BLOCK_TOKENS))
 FULL, WINDOW_3, ALSO_WINDOW_3, STATE, WINDOW_2 = range(5)
 READS: Final = {WINDOW_3: 3, ALSO_WINDOW_3: 3, STATE: 1, WINDOW_2: 2}
 """Blocks before a boundary that each group's layers read, of their own or, if these are shorter, of full attention;
-of full attention all."""
+of full attention all. Of chunks they are as many."""
 _MIXED: Final = {WINDOW_3: BLOCK_TOKENS // 2, ALSO_WINDOW_3: 3 * BLOCK_TOKENS, WINDOW_2: 2 * BLOCK_TOKENS}
-"""Tokens of blocks of these groups in the model `mixed`."""
+"""Tokens of blocks of these groups in the models that are mixed."""
+MODELS: Final = ("hybrid", "mixed", "hybrid, chunks", "mixed, chunks")
 
 
 def tokens_of(group: int, model: str) -> int:
-    return _MIXED.get(group, BLOCK_TOKENS) if model == "mixed" else BLOCK_TOKENS
+    return _MIXED.get(group, BLOCK_TOKENS) if model.startswith("mixed") else BLOCK_TOKENS
+
+
+def is_chunked(group: int, model: str) -> bool:
+    return group in (WINDOW_3, WINDOW_2) and model.endswith("chunks")
 
 
 def count_of(group: int, model: str) -> int:
@@ -64,9 +70,11 @@ def namespace_of(group: int, model: str = "hybrid") -> Namespace:
         extra[KIND] = "FullAttentionSpec"
     elif group == STATE:
         extra |= {KIND: "MambaSpec", "backend": "ShortConv -"}
+    elif is_chunked(group, model):
+        extra |= {KIND: "ChunkedLocalAttentionSpec", CHUNK: str(read_of(group, model) * tokens)}
     else:
         extra[WINDOW] = str((read_of(group, model) - 1) * tokens + 2)
-    if model == "mixed":
+    if model.startswith("mixed"):
         extra[FULL_TOKENS] = str(BLOCK_TOKENS)
     return Namespace.from_mapping(
         {**NAMESPACE.as_mapping(), "model": model, "block_tokens": tokens, "extra": extra}
@@ -97,6 +105,7 @@ def stored(group: int, block: int, medium: str = CPU, model: str = "hybrid") -> 
         kv_cache_spec_kind=described.kind,
         kv_cache_spec_sliding_window=described.window_tokens,
         layers_of=described.model,
+        chunk_tokens=described.chunk_tokens,
     )
 
 
@@ -162,7 +171,7 @@ LOSSES: Final = ("gap", "silence", "restart", "clearing")
 
 
 @given(
-    st.sampled_from(["hybrid", "mixed"]),
+    st.sampled_from(MODELS),
     st.permutations(range(5)),
     st.integers(1, 5),
     st.lists(st.integers(0, BLOCKS), min_size=5, max_size=5),
@@ -222,8 +231,8 @@ def test_a_prefix_counts_as_far_as_each_group_has_what_its_layers_read(
 
 
 def _read(group: int, end: int, model: str) -> range:
-    own = end * BLOCK_TOKENS // tokens_of(group, model)
-    return range(max(own - read_of(group, model), 0), own)
+    own, most = end * BLOCK_TOKENS // tokens_of(group, model), read_of(group, model)
+    return range(own // most * most if is_chunked(group, model) else max(own - most, 0), own)
 
 
 def test_a_block_of_full_attention_wants_all_parts_of_a_window_beside_it() -> None:
@@ -237,6 +246,23 @@ def test_a_block_of_full_attention_wants_all_parts_of_a_window_beside_it() -> No
         assert stand.held() == BLOCKS - 1
         stand.hears(stored(WINDOW_3, last - 1, model="mixed"))
         assert stand.held() == (BLOCKS - 1 if event is removed else BLOCKS)
+
+
+def test_a_prompt_goes_on_where_a_chunk_ends_and_within_it_with_its_blocks() -> None:
+    """A store has none of a chunk's last block, which no token reads."""
+    model = "hybrid, chunks"
+    chunks = [stored(WINDOW_3, block, model=model) for block in range(BLOCKS) if block % 3 < 2]
+    stand = Stand(*all_of(FULL, model=model), *chunks, model=model)
+    assert stand.held() == BLOCKS
+    stand.hears(removed(FULL, BLOCKS - 1, model=model))
+    assert stand.held() == BLOCKS - 1
+    stand.hears(removed(WINDOW_3, BLOCKS - 3, model=model))
+    assert stand.held() == BLOCKS - 3
+    for block in range(BLOCKS - 3):
+        stand.hears(*([removed(WINDOW_3, block, model=model)] if block % 3 < 2 else []))
+    assert stand.held() == BLOCKS - 3, "nothing is read there"
+    stand.hears(removed(FULL, BLOCKS - 4, model=model))
+    assert stand.held() == BLOCKS - 6
 
 
 def test_a_part_of_a_block_says_that_there_are_windows() -> None:
@@ -262,18 +288,17 @@ def test_a_prompt_half_of_which_was_demoted_counts_as_a_whole() -> None:
 @pytest.mark.parametrize("tokens", [BLOCK_TOKENS // 2, BLOCK_TOKENS + 8])
 def test_blocks_that_are_no_whole_ones_of_full_attention_do_not_count(tokens: int) -> None:
     """Full attention does, alone."""
-    fields = {name: getattr(stored(WINDOW_2, 0), name) for name in BlockStored.__struct_fields__}
-    stand = Stand(*all_of(FULL), BlockStored(**{**fields, "block_size": tokens}))
+    stand = Stand(*all_of(FULL), replace(stored(WINDOW_2, 0), block_size=tokens))
     assert stand.held() == BLOCKS
     assert stand.conductor.counts["other_group_events"] == 1
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 1 << 62])
 def test_events_of_a_model_that_nobody_has_named_are_counted(tokens: int) -> None:
-    fields = {name: getattr(stored(WINDOW_2, 0), name) for name in BlockStored.__struct_fields__}
-    stand = Stand(BlockStored(**{**fields, "block_size": tokens, "layers_of": None}))
+    nameless = replace(stored(WINDOW_2, 0), block_size=tokens, layers_of=None)
+    stand = Stand(nameless)
     stand.conductor.registry.remove("plain")
-    stand.hears(BlockStored(**{**fields, "block_size": tokens, "layers_of": None}), *all_of(FULL))
+    stand.hears(nameless, *all_of(FULL))
     assert stand.held() == BLOCKS
     assert stand.conductor.counts["other_group_events"] == 2
 
@@ -365,24 +390,23 @@ def test_windows_of_no_length_that_there_is_are_none(window: str) -> None:
     fields = namespace_of(WINDOW_3).as_mapping()
     described = group_in(Namespace.from_mapping({**fields, "extra": {**fields["extra"], WINDOW: window}}))
     assert described is not None
-    odd = stored(WINDOW_3, 0)
-    values = {name: getattr(odd, name) for name in odd.__struct_fields__}
-    values["kv_cache_spec_sliding_window"] = described.window_tokens
-    stand = Stand(*all_of(FULL), BlockStored(**values))
+    odd = replace(stored(WINDOW_3, 0), kv_cache_spec_sliding_window=described.window_tokens)
+    stand = Stand(*all_of(FULL), odd)
     assert stand.held() == BLOCKS
     assert stand.conductor.counts["other_group_events"] == 1
 
 
-def test_blocks_without_an_anchor_and_chunks_are_counted() -> None:
-    alone = stored(WINDOW_3, 0)
-    fields = {name: getattr(alone, name) for name in alone.__struct_fields__}
+def test_blocks_without_an_anchor_and_chunks_of_no_length_are_counted() -> None:
+    chunk = stored(WINDOW_3, 0, model="hybrid, chunks")
+    assert chunk.chunk_tokens == 3 * BLOCK_TOKENS
     stand = Stand(
-        *all_of(FULL),
-        BlockStored(**{**fields, "parent_block_hash": None}),
-        BlockStored(**{**fields, "kv_cache_spec_kind": "chunked_local_attention"}),
+        *all_of(FULL, model="hybrid, chunks"),
+        replace(chunk, parent_block_hash=None),
+        *(replace(chunk, chunk_tokens=tokens) for tokens in (None, 0, 1 << 40, BLOCK_TOKENS * 3 // 2)),
+        model="hybrid, chunks",
     )
     assert stand.held() == BLOCKS
-    assert stand.conductor.counts["other_group_events"] == 2
+    assert stand.conductor.counts["other_group_events"] == 5
 
 
 def test_blocks_over_the_limit_are_misses_and_counted() -> None:
