@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
+from kvfs.keys import prefix_hashes
 from tests.engines import tiny_gemma, tiny_lfm2
 from tests.engines.engine import BLOCK_TOKENS, Engines
 from tests.engines.test_conducted_engines import ask
@@ -26,6 +27,7 @@ from tests.engines.test_proxy import LOOK_S, START_S, Server, proxy, vllm_server
 from tests.engines.test_vllm_connector import connector
 from tests.engines.test_vllm_events import free_port
 from tests.engines.tiny_families import GEMMA_4, GEMMA_4_LARGE, LLAMA_4
+from tests.support.conductors import NAMESPACE
 from tests.support.door import ON_DIRECTORY, need_mount
 from tests.support.service import Service, has_written
 from tests.support.waits import eventually
@@ -67,6 +69,8 @@ FAMILIES: Final = {
 }
 SLOTS: Final = 160
 """Blocks in the store's memory: two or three of the prompts."""
+MARKS: Final = "marks"
+"""A model of which nobody computes anything: the test stores its blocks itself."""
 PROMPTS: Final = 60
 LATER: Final = 20
 
@@ -79,21 +83,32 @@ class Followed:
     boundary_tokens: int
     _numbers: Iterator[int] = field(default_factory=lambda: count(2))
 
-    def held(self, prompt: list[int]) -> int:
+    def held(self, prompt: list[int], model: str = "tiny") -> int:
         """Return how many tokens of a prompt the store is known to serve."""
-        body = json.dumps({"model": "tiny", "tokens": prompt}).encode()
-        with urllib.request.urlopen(f"{self.conductor}/v1/match", body, timeout=60) as answer:
-            [held] = json.load(answer)["instances"].values()
+        [held] = self.post("match", {"model": model, "tokens": prompt})["instances"].values()
         return int(held)
 
-    def ask(self, prompt: list[int]) -> tuple[int, int]:
-        """Ask the engine a prompt; return how many of its tokens the store was known to have, and how many the engine
-        found there."""
+    def post(self, question: str, values: dict[str, Any]) -> dict[str, Any]:
+        """Ask the Conductor."""
+        body = json.dumps(values).encode()
+        with urllib.request.urlopen(f"{self.conductor}/v1/{question}", body, timeout=60) as answer:
+            return dict(json.load(answer))
+
+    def ask(self, prompt: list[int]) -> int:
+        """Ask the engine a prompt, of which it is to find what the store is known to have; return how many tokens."""
         self._forget()
-        predicted = self.held(prompt)
+        predicted, before = self.held(prompt), self.evictions()
         _, found = ask(f"{self.server.url}/v1", prompt, max_tokens=1)
+        assert found == predicted, (
+            f"of {len(prompt)} tokens {found} were found, not {predicted} as predicted; {self.held(prompt)} are known "
+            f"now, and {self.evictions() - before} objects were evicted meanwhile"
+        )
         self._hear()
-        return predicted, found
+        return found
+
+    def evictions(self) -> int:
+        with self.service.client() as client:
+            return int(client.status()["evictions"])
 
     def restart(self) -> None:
         """Stop the store and start it, and wait until all is known of it again."""
@@ -106,18 +121,23 @@ class Followed:
         )
 
     def _hear(self) -> None:
-        """Wait until the Conductor has heard of a block that is stored now, and so of all before it."""
+        """Wait until nothing waits to be written, for which blocks would go, and the Conductor has heard of all that
+        went: it hears of a block that is removed then, and so of what was before."""
         last = [next(self._numbers)] * (self.boundary_tokens + 1)
 
-        def is_told() -> bool:
+        def is_told() -> bool:  # so is what the engine has stored before
             ask(f"{self.server.url}/v1", last, max_tokens=1)
             return self.held(last) == self.boundary_tokens
 
-        with self.service.client() as client:
-            eventually(
-                lambda: has_written(client, 0), "nothing waits to be written, for which others would go"
-            )
-        eventually(is_told, "all is told")
+        eventually(is_told, "what the engine stores is told")
+        tokens = last[:1] * NAMESPACE.block_tokens
+        mark = prefix_hashes(NAMESPACE, tokens)
+        with self.service.client() as client, client.blocks(NAMESPACE) as blocks:
+            blocks.put(mark, [b"mark"])
+            eventually(lambda: self.held(tokens, MARKS) > 0, "the mark is told")
+            eventually(lambda: has_written(client, 0), "nothing waits to be written")
+            assert blocks.remove(mark) == 1
+        eventually(lambda: self.held(tokens, MARKS) == 0, "all that went is told")
 
     def streams(self) -> list[dict[str, Any]]:
         with urllib.request.urlopen(f"{self.conductor}/v1/instances", timeout=60) as answer:
@@ -160,6 +180,8 @@ def followed(
         eventually(
             lambda: [each["knowledge"] for each in made.streams()] == ["current"], "the store is followed"
         )
+        marks = {"name": MARKS, "url": "http://127.0.0.1:1", "model": MARKS, "routable": False}
+        made.post("instances", {**marks, "namespace": NAMESPACE.as_mapping(), "store_topic": "node"})
         yield made
         assert not service.complaints()
 
@@ -168,8 +190,7 @@ def test_what_is_predicted_is_what_the_engine_finds(followed: Followed) -> None:
     """Also once the store was stopped and started: it says again what it has, of which layers, beside what."""
     asked = prompts(PROMPTS + LATER)
     found = [followed.ask(prompt) for prompt in islice(asked, PROMPTS)]
-    assert [predicted for predicted, _ in found] == [cached for _, cached in found]
-    assert 10 < sum(cached > 0 for _, cached in found) < PROMPTS - 2, found
+    assert 10 < sum(cached > 0 for cached in found) < PROMPTS - 2, found
     [stream] = followed.streams()
     assert all(stream["blocks"][medium] for medium in ("CPU", "STORAGE")), stream
     assert all(0 < each < sum(stream["blocks"].values()) for *_, each in stream["windows"]), stream
@@ -178,5 +199,4 @@ def test_what_is_predicted_is_what_the_engine_finds(followed: Followed) -> None:
     assert min(status["evictions"], status["promotions"]) > 0, "blocks went, and came up from NVMe"
     followed.restart()
     found = [followed.ask(prompt) for prompt in asked]
-    assert [predicted for predicted, _ in found] == [cached for _, cached in found]
-    assert sum(cached > 0 for _, cached in found) > LATER // 2, found
+    assert sum(cached > 0 for cached in found) > LATER // 2, found
