@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -48,6 +49,14 @@ def test_in_ci_it_is_a_failure(tmp_path: Path) -> None:
     done = build(tmp_path, CI="1")
     assert (done.returncode, done.stdout) == (1, "")
     assert f"no Python {MISSING} with its headers and venv here" in done.stderr
+
+
+def test_nobody_waits_for_another_build_to_hear_of_it(tmp_path: Path) -> None:
+    (tmp_path / "build").mkdir()
+    with (tmp_path / "build" / "wheel.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = build(tmp_path, CI="1")
+    assert (done.returncode, done.stdout) == (1, "")
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", pytest.skip.Exception), ("1", AssertionError)])

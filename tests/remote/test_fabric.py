@@ -92,7 +92,7 @@ async def lender(folder: Path) -> AsyncIterator[Machine]:
         await until(lambda: running.cluster.status()["connections"] == 0)
         running.store.dram.sweep()  # slots that were held
         await until(lambda: open_descriptors() <= before[0])
-        assert threads() <= before[1]
+        await until(lambda: threads() <= before[1])
 
 
 def draft(folder: Path, name: str = "draft") -> Path:

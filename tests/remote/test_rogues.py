@@ -84,7 +84,7 @@ async def asker_of(tmp_path: Path, serve: Serve) -> AsyncIterator[Machine]:
         yield asker
         assert asker.drafts() == 0
     assert open_descriptors() <= before[0]
-    assert threads() <= before[1]
+    await until(lambda: threads() <= before[1])
 
 
 @pytest.mark.parametrize(

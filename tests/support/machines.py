@@ -104,7 +104,8 @@ def open_descriptors() -> int:
 
 
 def threads() -> int:
-    """Return how many threads there are beside Python's, of which trio keeps some for a while."""
+    """Return how many threads there are beside Python's, of which trio keeps some for a while. One of Python's that has
+    ended counts until the kernel has taken it out."""
     return len(os.listdir("/proc/self/task")) - threading.active_count()
 
 
