@@ -120,8 +120,9 @@ def _layers(
     """Return the group of layers that a kind names. Each event asks, and engines name few."""
     if kind in _WINDOWS and window_tokens and 0 < window_tokens <= MAX_WINDOW_TOKENS:
         return Group.of_window(window_tokens, block_tokens)
-    if kind in CHUNKS and chunk_tokens and 0 < chunk_tokens <= MAX_WINDOW_TOKENS:
-        return Group() if chunk_tokens % block_tokens else Group.of_chunks(chunk_tokens, block_tokens)
+    chunk_blocks, rest = divmod(chunk_tokens or 0, block_tokens)
+    if kind in CHUNKS and 0 < chunk_blocks <= MAX_WINDOW_TOKENS // block_tokens and not rest:
+        return Group(chunk_blocks, is_chunked=True)
     return Group.of_state() if kind in _STATES else Group()
 
 

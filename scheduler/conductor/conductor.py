@@ -372,16 +372,22 @@ class Conductor:
         }
 
     def _blocks_of(self, stream: Stream) -> dict[str, Any]:
-        """Return how many blocks of full attention a stream has in each medium, and how many of each kind of window."""
+        """Return how many blocks of full attention a stream has in each medium, and how many of windows and chunks of
+        each length, in blocks of full attention."""
         full: Counter[str] = Counter()
         windows: Counter[tuple[str, int]] = Counter()
-        for place, source in stream.sources.items():
+        chunks: Counter[tuple[str, int]] = Counter()
+        for (medium, window, _), source in stream.sources.items():
             count = self._index.source_blocks(source)
-            if place.window.blocks:
-                windows[place.medium, place.window.blocks * place.window.stride] += count
+            if window.blocks:
+                (chunks if window.is_chunked else windows)[medium, window.blocks * window.stride] += count
             else:
-                full[place.medium] += count
-        return {"blocks": dict(full), "windows": [[*kind, count] for kind, count in windows.items()]}
+                full[medium] += count
+        return {
+            "blocks": dict(full),
+            "windows": [[*kind, count] for kind, count in windows.items()],
+            "chunks": [[*kind, count] for kind, count in chunks.items()],
+        }
 
     def _instance_status(self, pool: Pool, member: Member, now_s: float) -> dict[str, Any]:
         load = pool.planner.load(member.slot, now_s)

@@ -121,11 +121,15 @@ class Followed:
         )
 
     def _hear(self) -> None:
-        """Wait until nothing waits to be written, for which blocks would go, and the Conductor has heard of all that
-        went: it hears of a block that is removed then, and so of what was before."""
+        """Wait until the store is at rest, and the Conductor knows what it has.
+
+        What waits to be written to NVMe takes the place of other blocks there. Once nothing does, a mark is removed
+        that was stored before: events come in order, so that whoever hears of that has heard of all that went.
+        """
         last = [next(self._numbers)] * (self.boundary_tokens + 1)
 
-        def is_told() -> bool:  # so is what the engine has stored before
+        def is_told() -> bool:
+            """The engine stores one prompt after the other: what it has stored of others is told as well."""
             ask(f"{self.server.url}/v1", last, max_tokens=1)
             return self.held(last) == self.boundary_tokens
 
@@ -193,7 +197,9 @@ def test_what_is_predicted_is_what_the_engine_finds(followed: Followed) -> None:
     assert 10 < sum(cached > 0 for cached in found) < PROMPTS - 2, found
     [stream] = followed.streams()
     assert all(stream["blocks"][medium] for medium in ("CPU", "STORAGE")), stream
-    assert all(0 < each < sum(stream["blocks"].values()) for *_, each in stream["windows"]), stream
+    beside = [count for _, _, count in stream["windows"] + stream["chunks"]]
+    assert beside
+    assert all(0 < each < sum(stream["blocks"].values()) for each in beside), stream
     with followed.service.client() as client:
         status = client.status()
     assert min(status["evictions"], status["promotions"]) > 0, "blocks went, and came up from NVMe"

@@ -11,8 +11,7 @@ SPARE_SOURCES: Final = 64
 MAX_WINDOWS: Final = 8
 """Of one source."""
 MAX_STRIDE: Final = 4096
-"""Blocks of a source that one of a window's may be as long as: Gemma 4's is as long as two. What is over it is a
-mistake, and products of eight stay within 64 bits as long as a prompt's blocks do in 32."""
+"""Blocks of a source that one of a window's may be as long as: Gemma 4's is as long as two."""
 
 @disjoint_base
 class ClusterIndex:
@@ -54,11 +53,12 @@ class ClusterIndex:
         `windows`: sources, MAX_WINDOWS at most, each with how many blocks of its own it must hold one behind the other
         before a boundary, or all where there are fewer: those of a sliding window, or the one of a recurrent state. Its
         third number says how many of this source's blocks one of them is as long as, MAX_STRIDE at most: it has the
-        hash of the last, and a boundary is where one of each window ends. The fourth says that the layers have chunks
-        of so many blocks instead, of which those are read that are before the boundary. `runs`, `match` and `depths`
-        then have the source up to the last boundary from which a prompt can go on, and the windows themselves not at
-        all; so a source that is its own window counts nowhere. `other`: a source that may have what this one lacks of a
-        prompt: both lie in one store. Raises InvalidRequest for more windows, longer blocks, and windows of none.
+        hash of the last, and a boundary is where one of each window ends. The fourth says that these are chunks of so
+        many blocks, one behind the other from the first block on: a prompt then needs the blocks since the last one
+        ended, and none where one ends. `runs`, `match` and `depths` then have the source up to the last boundary from
+        which a prompt can go on, and the windows themselves not at all; so a source that is its own window counts
+        nowhere. `other`: a source that may have what this one lacks of a prompt: both lie in one store. Raises
+        InvalidRequest for more windows, longer blocks, and windows of none.
         """
 
     # --- what is under way --------------------------------------------------------------------------------

@@ -224,7 +224,8 @@ cdef class ClusterIndex:
         if count > KVFS_WINDOWS_OF_SOURCE:
             raise InvalidRequest(f"source {source}: {count} windows: the limit is {KVFS_WINDOWS_OF_SOURCE}")
         for place in range(count):
-            given[place].holder, given[place].blocks, given[place].stride, given[place].is_chunked = windows[place]
+            given[place].holder, given[place].blocks, given[place].stride, is_chunked = windows[place]
+            given[place].is_chunked = <bint>is_chunked
             check_source(given[place].holder)
             if not given[place].blocks:
                 raise InvalidRequest(f"a window of 0 blocks beside source {source}: must be 1 at least")

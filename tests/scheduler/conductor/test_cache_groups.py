@@ -64,7 +64,7 @@ def test_a_prefix_is_as_long_as_each_group_has_what_its_layers_read(
     assert stand_of(*events, *gone).held(PROMPT) == (max(lengths) if has_full else 0)
 
 
-class Window(NamedTuple):
+class WindowGroup(NamedTuple):
     """A group whose blocks are as long as some of full attention, or as a part of one."""
 
     group: int
@@ -118,8 +118,8 @@ def test_windows_with_longer_or_shorter_blocks_go_on_where_one_of_each_ends(
     drawn: list[tuple[int, int]], full: int, data: st.DataObject
 ) -> None:
     """Blocks come in two steps, of which full attention is told first; then some go, and some of these come again."""
-    windows = [Window(group, *each) for group, each in enumerate(drawn, 1)]
-    held: dict[Window, set[int]] = {window: set() for window in windows}
+    windows = [WindowGroup(group, *each) for group, each in enumerate(drawn, 1)]
+    held: dict[WindowGroup, set[int]] = {window: set() for window in windows}
     stand = Stand()
     sequence = count()
 
@@ -155,7 +155,7 @@ def test_windows_with_longer_or_shorter_blocks_go_on_where_one_of_each_ends(
 @pytest.mark.parametrize("kind", ["chunked_local_attention", "sliding_window"])
 def test_layers_that_are_not_followed_are_no_full_attention_where_they_come_first(kind: str) -> None:
     """Chunks are not, nor windows whose blocks are no whole ones of full attention."""
-    other = Window(0, BLOCK_TOKENS + 8, 2).stored(0, 6, kv_cache_spec_kind=kind)
+    other = WindowGroup(0, BLOCK_TOKENS + 8, 2).stored(0, 6, kv_cache_spec_kind=kind)
     stand = stand_of(other)
     assert stand.held(PROMPT) == 0
     stand.feed.receive(message("engine-a", 1, of_group(FULL, group_idx=1)))
@@ -178,7 +178,7 @@ def test_a_state_at_a_prompts_end_does_not_change_what_its_group_is() -> None:
 
 
 def test_an_event_that_has_gaps_breaks_no_parts_apart_that_were_told_together() -> None:
-    quarters, read = Window(1, BLOCK_TOKENS // 4, 1), BLOCKS * 4
+    quarters, read = WindowGroup(1, BLOCK_TOKENS // 4, 1), BLOCKS * 4
     stand = stand_of(of_group(FULL), quarters.stored(0, read))
     gaps: list[BlockHash] = [quarters.hash(read - 4), quarters.hash(read - 1)]
     stand.feed.receive(message("engine-a", 1, replace(quarters.stored(read - 4, read), block_hashes=gaps)))
@@ -189,7 +189,7 @@ def test_an_event_that_has_gaps_breaks_no_parts_apart_that_were_told_together() 
 
 
 def test_a_block_of_full_attention_wants_all_parts_of_a_window_beside_it() -> None:
-    halves, sequence = Window(1, BLOCK_TOKENS // 2, 1), count(1)
+    halves, sequence = WindowGroup(1, BLOCK_TOKENS // 2, 1), count(1)
     stand = stand_of(of_group(FULL), halves.stored(0, halves.in_prompt))
     last, before = halves.in_prompt - 1, halves.in_prompt - 2
 
@@ -228,7 +228,7 @@ def test_prompts_that_part_within_a_block_share_its_first_half() -> None:
 
 @pytest.mark.parametrize("tokens", [BLOCK_TOKENS // 2, BLOCK_TOKENS + 8, 0])
 def test_full_attention_counts_alone_where_blocks_are_no_whole_ones_of_it(tokens: int) -> None:
-    stand = stand_of(of_group(FULL), Window(1, BLOCK_TOKENS, 2).stored(0, 2, block_size=tokens))
+    stand = stand_of(of_group(FULL), WindowGroup(1, BLOCK_TOKENS, 2).stored(0, 2, block_size=tokens))
     assert stand.held(PROMPT) == BLOCKS
     assert stand.conductor.counts["other_group_events"] == 1
 

@@ -293,6 +293,23 @@ def test_blocks_that_are_no_whole_ones_of_full_attention_do_not_count(tokens: in
     assert stand.conductor.counts["other_group_events"] == 1
 
 
+def test_a_chunk_that_is_no_whole_blocks_of_full_attention_does_not_count() -> None:
+    """Of its own, which are shorter, it is."""
+    model = "mixed, chunks"
+    chunk = replace(stored(WINDOW_3, 0, model=model), chunk_tokens=BLOCK_TOKENS * 3 // 2)
+    assert chunk.block_size == BLOCK_TOKENS // 2
+    stand = Stand(*all_of(FULL, model=model), chunk, model=model)
+    assert stand.held() == BLOCKS
+    assert stand.conductor.counts["other_group_events"] == 1
+
+
+def test_windows_and_chunks_of_one_length_are_counted_apart() -> None:
+    model = "hybrid, chunks"
+    stand = Stand(*all_of(FULL, WINDOW_3, model=model), stored(ALSO_WINDOW_3, 0, model=model), model=model)
+    [stream] = [each for each in stand.conductor.status()["streams"] if each["stream"] == "node"]
+    assert (stream["windows"], stream["chunks"]) == ([["", 3, 1]], [["", 3, BLOCKS]])
+
+
 @pytest.mark.parametrize("tokens", [0, -1, 1 << 62])
 def test_events_of_a_model_that_nobody_has_named_are_counted(tokens: int) -> None:
     nameless = replace(stored(WINDOW_2, 0), block_size=tokens, layers_of=None)
