@@ -28,11 +28,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvfs.config.capacities import (
-    block_devices_bytes,
-    default_dram_bytes,
-    default_slots,
-)
+from kvfs.config.capacities import block_devices_bytes, default_dram_bytes, default_slots
 from kvfs.config.credentials import Credential
 from kvfs.config.disk_room import default_nvme_bytes
 from kvfs.config.server_urls import BY_NAME
@@ -78,7 +74,9 @@ EvictionPolicyName = Literal["default", "lru-leaf"]
 ColdAdmission = Literal["read", "all"]
 HandOver = Literal["store", "nixl", "mooncake", "sglang"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-RoutingPolicy = Literal["default", "kvcache-centric", "local", "least-queued", "round-robin", "random"]
+RoutingPolicy = Literal[
+    "default", "kvcache-centric", "local", "longest-prefix", "least-queued", "round-robin", "random"
+]
 QueueDiscipline = Literal["fcfs", "length-aware"]
 AdmissionMode = Literal["none", "early", "default"]
 

@@ -63,7 +63,9 @@ class SimulateOptions:
     trace: TraceFile
     policy: Annotated[
         str,
-        typer.Option(help="default, kvcache-centric, local, least-queued, round-robin or random."),
+        typer.Option(
+            help="default, kvcache-centric, local, longest-prefix, least-queued, round-robin or random."
+        ),
     ] = "default"
     queue: Annotated[str, typer.Option(help="fcfs or length-aware.")] = "fcfs"
     admission: Annotated[str, typer.Option(help="none, early or default.")] = "none"

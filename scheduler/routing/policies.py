@@ -1,8 +1,8 @@
 """How each policy weighs the prefill instances for a prompt.
 
 Responsibility: one planner per policy, from a `View` of the cluster to the candidates with their scores; the smallest
-wins. Baselines are there to be compared with: random, round robin, least queued time, local, and Algorithm 1 of the
-Mooncake paper (FAST'25, section 6.1).
+wins. Baselines are there to be compared with: random, round robin, least queued time, longest prefix, local, and
+Algorithm 1 of the Mooncake paper (FAST'25, section 6.1).
 
 Costs: instances x runs of the prefix; runs are few (a system prompt, what one turn after another left).
 
@@ -153,6 +153,16 @@ def _plan_local(view: View) -> list[PrefillCandidate]:
 def _plan_least_queued(view: View) -> list[PrefillCandidate]:
     found = [_in_place(view, n) for n in view.instances]
     return [candidate._replace(score=candidate.queue_s) for candidate in found]
+
+
+def _plan_longest_prefix(view: View) -> list[PrefillCandidate]:
+    """Plan to stay where the longest prefix is in place, however long its queue; of equals where that is shortest: any
+    wait counts less than a block."""
+    found = [_in_place(view, n) for n in view.instances]
+    return [
+        candidate._replace(score=candidate.queue_s / (1 + candidate.queue_s) - candidate.reused_blocks)
+        for candidate in found
+    ]
 
 
 def _plan_round_robin(view: View) -> list[PrefillCandidate]:
@@ -318,6 +328,7 @@ POLICIES = {
     "default": Policy(_plan_pooled, keeps_copies=False),
     "kvcache-centric": Policy(_plan_algorithm_1, keeps_copies=True),
     "local": Policy(_plan_local, keeps_copies=True),
+    "longest-prefix": Policy(_plan_longest_prefix, keeps_copies=True),
     "least-queued": Policy(_plan_least_queued, keeps_copies=True),
     "round-robin": Policy(_plan_round_robin, keeps_copies=True),
     "random": Policy(_plan_random, keeps_copies=True),

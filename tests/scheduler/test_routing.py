@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvfs.config.settings import RoutingPolicy
 from kvfs.errors import InvalidRequest
 from scheduler.routing.cluster import Cluster, uniform_cluster
 from scheduler.routing.decisions import Action, Decision, PrefillCandidate, Prompt
@@ -38,6 +40,8 @@ def expected_score(policy: str, candidate: PrefillCandidate, question: Scene, tu
         )
     if policy in ("local", "kvcache-centric"):
         return candidate.ttft_s
+    if policy == "longest-prefix":
+        return candidate.queue_s / (1 + candidate.queue_s) - candidate.reused_blocks
     if policy == "least-queued":
         return candidate.queue_s
     if policy == "round-robin":
@@ -126,6 +130,10 @@ def test_the_default_is_no_worse_than_every_single_way(question: Scene) -> None:
 
 def test_golden_decisions() -> None:
     assert golden_routing.text() == GOLDEN.read_text()
+
+
+def test_the_setting_of_a_conductor_takes_each_policy() -> None:
+    assert set(get_args(RoutingPolicy)) == set(POLICIES)
 
 
 def test_an_unknown_policy_is_refused() -> None:
