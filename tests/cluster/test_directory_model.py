@@ -11,10 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvfs import limits
-from tests.support.directory_server import DirectoryServer, directed_machines, directory_server, needs_server
+from tests.support.directory_server import (
+    DirectoryServer,
+    directed_machines,
+    directory_server,
+    needs_server,
+    until_directory_knows,
+)
 from tests.support.machines import Machine, digest_of, payload_of
 from tests.support.seeds import rounds
-from tests.support.waits import WAIT_S, until
+from tests.support.waits import until
 
 COUNT = 4
 BLOCKS = st.integers(1, 12)
@@ -65,18 +71,7 @@ class Model:
 
     async def _agree(self) -> None:
         """Wait until the directory says what the model says: losses heal."""
-        every = range(1, 13)
-        for at, machine in enumerate(self.running):
-            expected = [
-                {self.running[i].address for i in range(COUNT) if i != at and number in self.has[i]}
-                for number in every
-            ]
-            with trio.fail_after(WAIT_S):
-                while True:
-                    holders = await machine.cluster._directory.holders([digest_of(n) for n in every])
-                    if holders is not None and list(map(set, holders)) == expected:
-                        break
-                    await trio.sleep(0.005)
+        await until_directory_knows(self.running, self.has, range(1, 13))
         self.is_agreed = True
 
     async def _read(self, at: int, numbers: list[int]) -> None:

@@ -11,14 +11,14 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence, Set
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
 import trio
 
-from tests.support.machines import Machine, free_port, machine
+from tests.support.machines import Machine, digest_of, free_port, machine
 from tests.support.waits import WAIT_S, until
 from tiers.cluster.redis_server import RedisServer
 
@@ -117,6 +117,23 @@ def agreed(running: list[Machine]) -> bool:
         and each.directory()["pending"] == 0
         for each in running
     )
+
+
+async def until_directory_knows(
+    running: list[Machine], has: Sequence[Set[int]], numbers: Sequence[int]
+) -> None:
+    """Wait until each machine is told for each block, by its number, which of the others have it, and nobody else."""
+    for at, asking in enumerate(running):
+        expected = [
+            {each.address for n, each in enumerate(running) if n != at and number in has[n]}
+            for number in numbers
+        ]
+        with trio.fail_after(WAIT_S):
+            while True:
+                holders = await asking.cluster._directory.holders([digest_of(number) for number in numbers])
+                if holders is not None and list(map(set, holders)) == expected:
+                    break
+                await trio.sleep(0.005)
 
 
 @asynccontextmanager
