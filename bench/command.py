@@ -195,7 +195,7 @@ BASELINES = {
     "s3.put_1m_crc64": "the GET",
     **dict.fromkeys(OF_MACHINES, "sendfile to recv"),
     "remote.get_1m_tls": "the same without TLS",
-    "remote.ucx_get_1m": "ucx_perftest, tag_lat",
+    "remote.ucx_get_1m": "ucx_perftest -e -E sleep",
     **dict.fromkeys(OF_DIRECTORY, "MGET of 64 keys"),
     "proxy.cpu_per_request": "both legs alone",
     "proxy.ttft_1k": "both legs alone",

@@ -3,11 +3,12 @@
 Responsibility: one function, from seconds to a Result. The fetch is the one of `bench.remote`, with `[cluster]
 transport = "ucx"` on both sides; the baseline is UCX's own program, which sends messages of 1 MiB to and fro by tag
 (`tag_lat`: half of the way there and back, the median of its run) from one place in memory to one, waits for nothing
-but the other, and verifies nothing. Both take what UCX chooses of its transports.
+but the other, and verifies nothing. Both take what UCX chooses of its transports for endpoints that notice a failure
+(`-e`), and sleep while they wait (`-E sleep`).
 
 `ucx_perftest` takes a quarter of a second to start: it runs once in RUN_FETCHES fetches.
 
-Concurrency: one trio thread and the store's native threads; the two processes of `ucx_perftest` spin while they run.
+Concurrency: one trio thread and the store's native threads; two processes of `ucx_perftest` beside.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ RUN_FETCHES: Final = 16
 MESSAGES: Final = 200
 FIRST_MESSAGES: Final = 20
 """That a run sends before those that count."""
+AS_KVFS: Final = ("-e", "-E", "sleep")
+"""Endpoints that notice failures, and sleep."""
 START_S: Final = 10.0
 
 
@@ -76,15 +79,18 @@ class Messages:
         return float(answer.split(b",")[1])
 
     async def _serve(self, port: int) -> None:
-        command = [self._program, "-p", str(port)]
+        command = [self._program, "-p", str(port), *AS_KVFS]
         await trio.run_process(command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL, check=False)
 
     async def _ask(self, port: int) -> bytes:
         """Return the line of figures: iterations, the median in us, and more; nothing where it could not connect."""
-        messages = ["-n", str(MESSAGES), "-w", str(FIRST_MESSAGES)]
-        command = [self._program, "127.0.0.1", "-p", str(port), "-t", "tag_lat", "-s", str(MIB), *messages]
+        messages = ["-t", "tag_lat", "-s", str(MIB), "-n", str(MESSAGES), "-w", str(FIRST_MESSAGES), *AS_KVFS]
         done = await trio.run_process(
-            [*command, "-f", "-v"], stdin=DEVNULL, capture_stdout=True, stderr=DEVNULL, check=False,
+            [self._program, "127.0.0.1", "-p", str(port), *messages, "-f", "-v"],
+            stdin=DEVNULL,
+            capture_stdout=True,
+            stderr=DEVNULL,
+            check=False,
             env=os.environ | {"UCX_LOG_LEVEL": "fatal"},
-        )  # fmt: skip
+        )
         return b"" if done.returncode else done.stdout.splitlines()[-1]
