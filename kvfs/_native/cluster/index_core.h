@@ -36,8 +36,8 @@ struct kvfs_depth {
 
 /* Blocks beside those of `source`, each as long as `stride` of these, KVFS_WINDOW_STRIDE at most, and by the hash of the
  * last: a prompt goes on from a boundary only where one of them ends and `holder` has the last `blocks` before it, or with
- * chunks those since the last multiple of `blocks`. `other` may have in place of `source` what this lacks of the prompt; none but itself
- * is `source`. */
+ * chunks, of `blocks` each, those since the last chunk ended. `other` may have in place of `source` what this lacks of the
+ * prompt; none but itself is `source`. */
 struct kvfs_window {
     uint32_t source, holder, blocks, stride, other, is_chunked;
 };

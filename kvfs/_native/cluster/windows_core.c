@@ -64,8 +64,9 @@ struct usable {
     int splits; /* it is within the next run */
 };
 
-/* The last boundary up to `end` from which chunks go on: where each ends of which the run, from `first` on, has no blocks, and
- * behind those that it has without a gap; 0 where there is none in the run. `held`: of each window's own, up to `first`. */
+/* The last boundary up to `end` from which chunks go on: one at which each kind ends that the run, from `first` on, lacks, and
+ * up to which each kind that it has is there since its chunk began. Not over `first` where there is none in the run. `held`:
+ * of each window's own, up to `first`. */
 static uint64_t chunks_go_on_from(const struct kvfs_window *windows, size_t count, uint64_t step, const uint64_t *held,
                                   const struct kvfs_run *run, uint64_t first, uint64_t end) {
     for (size_t k = 0; k < count; k++)
