@@ -7,7 +7,7 @@
 #   make wheel           dist/*.whl for each Python that is here, of 3.11 to 3.13    (WHEEL_PYTHONS="3.12 /path/to/python")
 #   make test-wheel      each wheel in a fresh environment, as a client of a service
 #   make test-asan       native tests with checks of memory and undefined behaviour; test-tsan: of data races
-#   make test-rig        what needs a kernel with NVMe over Fabrics or RDMA, in a virtual machine
+#   make test-rig        what needs NVMe over Fabrics, RDMA or two NUMA nodes, in a virtual machine
 #   make test-gpu        tests/gpu on this machine's GPU, with the PYTHON that is there (docs/hardware.md)
 #   make fuzz            the native parsers against changed bytes                  (FUZZ_S=20 SEED=n)
 #   make soak            new seeds for all that draws, red ones to ./soak          (SOAK_S=3600 ARGS="--only crash,faults")

@@ -33,7 +33,7 @@ from gateway.app.supervisor import Listening, Workers
 from gateway.app.worker_settings import worker_settings
 from kvfs import limits
 from kvfs.client import discovery
-from kvfs.config.capacities import check_dram_bytes
+from kvfs.config.capacities import check_dram_bytes, check_numa_nodes
 from kvfs.config.disk_room import check_disks, dram_files, segment_files
 from kvfs.config.settings import ColdSettings, Settings
 from kvfs.config.sizes import format_size
@@ -143,6 +143,12 @@ def check_room(settings: Settings) -> None:
     on_disk = []
     if settings.dram.backing != "directory":
         check_dram_bytes(settings.dram.capacity)
+    if nodes := settings.dram.numa_nodes:
+        if settings.dram.backing == "directory":
+            raise ConfigError(
+                f"[dram] numa_nodes = {list(nodes)}: a directory has none; take backing = 'tmpfs'"
+            )
+        check_numa_nodes(nodes, settings.dram.capacity)
     if settings.dram.on_disk:
         on_disk.append(dram_files(settings.dram.capacity, settings.store.data))
     if not settings.nvme.device:
@@ -229,7 +235,8 @@ async def _start_store(settings: Settings, device: Device | None, nvme_bytes: in
                 settings.dram.capacity,
                 max_slots=settings.dram.max_slots,
                 gid=group_id(settings.session.group),
-                backing=settings.dram.backing,
+                backing="tmpfs" if settings.dram.numa_nodes else settings.dram.backing,
+                numa_nodes=settings.dram.numa_nodes,
                 quota_bytes=settings.session.quota,
                 policy=settings.store.policy,
                 cold=cold_options(settings.cold),

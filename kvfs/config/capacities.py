@@ -1,8 +1,9 @@
-"""Memory and block devices of this machine: the share that the DRAM tier takes by default, and its bound.
+"""Memory and block devices of this machine: the share that the DRAM tier takes by default, its bound, and the NUMA
+nodes that it may lie on.
 
 Responsibility: a capacity that cannot be had is refused before anything is made, with what could be had.
 
-Concurrency: reads /proc and devices once, at start-up.
+Concurrency: reads /proc, /sys and devices once, at start-up.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
 
 from kvfs.config.sizes import format_size
 from kvfs.errors import ConfigError
@@ -21,10 +25,26 @@ from kvfs.limits import (
     DRAM_BYTES_PER_SLOT,
     DRAM_SHARE_OF_AVAILABLE,
     KIB,
+    MAX_NUMA_NODES,
     MAX_SLOTS,
     MIB,
     MIN_DRAM_BYTES,
 )
+
+_NODES = Path("/sys/devices/system/node")
+_STATUS = Path("/proc/self/status")
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, int) else value
+
+
+NumaNodes = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=MAX_NUMA_NODES, strict=True)], ...],
+    BeforeValidator(_listed),
+    Field(max_length=MAX_NUMA_NODES),
+]
+"""Numbers of nodes; a number may stand alone."""
 
 
 def default_dram_bytes() -> int:
@@ -46,6 +66,42 @@ def check_dram_bytes(capacity_bytes: int) -> None:
             f"{format_size(_free_memory_bytes())} of it free now; the default would be "
             f"'{format_size(default_dram_bytes())}'"
         )
+
+
+def check_numa_nodes(nodes: Sequence[int], capacity_bytes: int) -> None:
+    """Check that this process may use the memory of nodes, and that it is as large. Raises ConfigError."""
+    allowed = _allowed_nodes()
+    shown = f"[dram] numa_nodes = {list(nodes)}"
+    for node in nodes:
+        if node not in allowed:
+            raise ConfigError(
+                f"{shown}: node {node} has no memory for this process; those that have: {sorted(allowed)}"
+            )
+    memory_bytes = sum(_meminfo_bytes("MemTotal", _NODES / f"node{node}" / "meminfo") for node in {*nodes})
+    if capacity_bytes > memory_bytes:
+        raise ConfigError(
+            f"{shown}: they have {format_size(memory_bytes)} of memory, less than [dram] capacity = "
+            f"'{format_size(capacity_bytes)}'"
+        )
+
+
+def _allowed_nodes() -> set[int]:
+    """Return the nodes with memory that this process may use, as its cpuset says; none where the kernel knows none."""
+    try:
+        status, there = (
+            _STATUS.read_text(errors="replace"),
+            _numbers((_NODES / "has_memory").read_text().strip()),
+        )
+    except OSError:
+        return set()
+    _, has_cpusets, allowed = status.partition("Mems_allowed_list:")
+    return _numbers(allowed.partition("\n")[0].strip()) & there if has_cpusets else there
+
+
+def _numbers(text: str) -> set[int]:
+    """Return the numbers of a list as the kernel writes it: `0-1,3`."""
+    ranges = (each.split("-") for each in text.split(",") if each)
+    return {number for each in ranges for number in range(int(each[0]), int(each[-1]) + 1)}
 
 
 def block_devices_bytes(paths: Sequence[Path]) -> int:
@@ -80,10 +136,11 @@ def _free_memory_bytes() -> int:
     return min(_meminfo_bytes("MemAvailable"), max(most_bytes - used_bytes, 0))
 
 
-def _meminfo_bytes(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * KIB
+def _meminfo_bytes(name: str, path: Path = Path("/proc/meminfo")) -> int:
+    for line in path.read_text().splitlines():
+        _, is_it, value = line.partition(f"{name}:")
+        if is_it:  # of a node there are words before it
+            return int(value.split()[0]) * KIB
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

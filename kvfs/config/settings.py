@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvfs.config.capacities import block_devices_bytes, default_dram_bytes, default_slots
+from kvfs.config.capacities import NumaNodes, block_devices_bytes, default_dram_bytes, default_slots
 from kvfs.config.credentials import Credential
 from kvfs.config.disk_room import default_nvme_bytes
 from kvfs.config.server_urls import BY_NAME
@@ -170,6 +170,8 @@ class DramSettings(_Section):
     """Whether a clean stop keeps the objects in memory for the next start; a kill always does."""
     backing: Backing = "auto"
     """What holds the bytes; `auto` takes a private tmpfs where the service may mount one."""
+    numa_nodes: NumaNodes = ()
+    """Nodes whose memory a tmpfs takes while they have room, pages in turn. None: that of whoever writes."""
 
     @property
     def max_slots(self) -> int:
@@ -179,7 +181,7 @@ class DramSettings(_Section):
     @property
     def on_disk(self) -> bool:
         """Return whether the tier will lie in a plain directory."""
-        return self.backing == "directory" or (self.backing == "auto" and not may_mount())
+        return not (self.numa_nodes or may_mount()) if self.backing == "auto" else self.backing == "directory"
 
 
 def _no_devices(value: object) -> object:

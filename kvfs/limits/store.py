@@ -175,6 +175,8 @@ MIN_SEGMENTS: Final = 8
 """With fewer, the reserve would be most of the tier."""
 MAX_SEGMENTS: Final = 1 << 16
 """Each segment keeps a descriptor open."""
+MAX_NUMA_NODES: Final = 1_024
+"""As many as the kernel is built for at most (CONFIG_NODES_SHIFT=10)."""
 MAX_NVME_DEVICES: Final = 16
 """Block devices of one tier: each has 65,536 numbers for its segments, of which there are MAX_SEGMENTS in all."""
 RESERVED_SEGMENTS: Final = 2

@@ -18,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,8 @@ class Layout:
     lockfd: int
     table: Table
     recovered: Recovered
+    is_moved: bool
+    """Whether what was taken over lies on other NUMA nodes than what comes is to."""
 
 
 def prepare(
@@ -52,6 +55,7 @@ def prepare(
     entries: int,
     gid: int | None,
     mode: str,
+    numa_nodes: Sequence[int],
     choose: Choose | None,
 ) -> Layout:
     """Make a layout at `root`, with what `choose` chooses of an earlier one.
@@ -60,7 +64,7 @@ def prepare(
     """
     root.mkdir(parents=True, exist_ok=True, mode=0o750)
     was_mounted = _clear_other_backing(root, mode)
-    mounted = was_mounted or (mode != "directory" and _try_mount(root, capacity_bytes, slots, gid, mode))
+    mounted = was_mounted or _try_mount(root, capacity_bytes, slots, gid, mode, numa_nodes)
     with ExitStack() as undo:
         if mounted and not was_mounted:
             undo.callback(tmpfs.unmount, root)
@@ -74,6 +78,7 @@ def prepare(
         if was_mounted:  # whoever holds all of it, the new table has room beside the old one
             undo.callback(fit, root, before_bytes, slots)
             tmpfs.resize(root, max(capacity_bytes, before_bytes) + table_bytes, inodes=_inodes(slots))
+        is_moved = was_mounted and tmpfs.place(root, numa_nodes)
         _drop(root, "table.new", "table.next", "table.next.new")
         recovered = recovery.take_over(
             root,
@@ -90,7 +95,7 @@ def prepare(
         elif was_mounted:
             fit(root, capacity_bytes, slots)
         undo.pop_all()
-    return Layout("tmpfs" if mounted else "directory", lockfd, table, recovered)
+    return Layout("tmpfs" if mounted else "directory", lockfd, table, recovered, is_moved)
 
 
 def begin_accounting(layout: Layout) -> Accounting:
@@ -154,10 +159,14 @@ def _inodes(slots: int) -> int:
     return slots + limits.MAX_HELD_SLOTS + 64
 
 
-def _try_mount(root: Path, capacity_bytes: int, slots: int, gid: int | None, mode: str) -> bool:
+def _try_mount(
+    root: Path, capacity_bytes: int, slots: int, gid: int | None, mode: str, numa_nodes: Sequence[int]
+) -> bool:
+    if mode == "directory":
+        return False
     below = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        tmpfs.mount(root, capacity_bytes, inodes=_inodes(slots), gid=gid)
+        tmpfs.mount(root, capacity_bytes, inodes=_inodes(slots), gid=gid, numa_nodes=numa_nodes)
         # Of a plain directory before: hidden, its files would lie there for good.
         _clear(Path(f"/proc/self/fd/{below}"))
     except DeviceMissing as error:

@@ -4,14 +4,16 @@ Responsibility: a retired slot becomes free, its file held, or itself a zombie; 
 
 Invariants: a slot is free only once F_WRLCK on it was granted (slots_core.c). Then it is empty, always by truncation;
 or it keeps its bytes and pages, for a writer who asks for such a one, where nobody has read, mapped or sent any of it
-since it was last free. While somebody holds it, its name goes and its bytes stay charged: one descriptor each, at most
-MAX_HELD_SLOTS; above that it waits as a zombie, name and all.
+since it was last free; or, if it lay on other NUMA nodes than new ones, it has no file. While somebody holds it, its
+name goes and its bytes stay charged: one descriptor each, at most MAX_HELD_SLOTS; above that it waits as a zombie, name
+and all.
 Concurrency: the service's thread only.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 from kvfs import limits
 from kvfs._native.shared import slots as native
@@ -24,10 +26,14 @@ from tiers.dram.slot_files import SlotFiles
 class SlotRecycler:
     """Takes and frees the slots of one tier."""
 
-    def __init__(self, files: SlotFiles, accounting: Accounting, checksums: ChecksumQueue) -> None:
+    def __init__(
+        self, files: SlotFiles, accounting: Accounting, checksums: ChecksumQueue, moved: int
+    ) -> None:
+        """`moved`: below this the files of slots lie on other NUMA nodes than those that are made now."""
         self._files = files
         self._accounting = accounting
         self._checksums = checksums
+        self._is_elsewhere = bytearray(b"\1") * moved
 
     def take(self, kept_bytes: int = 0) -> int:
         """Take a free slot: one that keeps `kept_bytes`, if there is such a one, else with an empty file. Raises
@@ -49,6 +55,8 @@ class SlotRecycler:
         else:
             raise NoSpace(f"DRAM tier {self._files.root}: all {accounting.max_slots} slots are in use")
         self._files.create(slot)
+        if slot < len(self._is_elsewhere):
+            self._is_elsewhere[slot] = 0
         if accounting.bare:
             accounting.bare.pop()
         else:
@@ -77,7 +85,8 @@ class SlotRecycler:
         """Free a retired slot; return the bytes that stay held, charged to `uid`. One of `physical_bytes` may keep
         them, if that is as many as writers have asked for."""
         accounting = self._accounting
-        size_to_keep = self._size_to_keep(physical_bytes)
+        is_elsewhere = slot < len(self._is_elsewhere) and self._is_elsewhere[slot]
+        size_to_keep = 0 if is_elsewhere else self._size_to_keep(physical_bytes)
         if not self._checksums.thread.pause(slot):
             return self._make_zombie(slot, uid)
         try:
@@ -89,6 +98,13 @@ class SlotRecycler:
             self._checksums.thread.resume()
         if kept_bytes:
             accounting.kept.add(slot, kept_bytes)
+            return 0
+        if (
+            kept_bytes is not None and is_elsewhere
+        ):  # a file has the nodes that it was made for, whatever is written
+            with suppress(FileNotFoundError):
+                self._files.unlink(slot)
+            accounting.bare.append(slot)
             return 0
         if kept_bytes is not None:
             accounting.free.append(slot)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -75,7 +75,8 @@ class DramTier:
         self._accounting.kept.most_bytes = _most_kept_bytes(capacity_bytes) if self.keeps_pages else 0
         self._space = DramSpace(root, self.backing, capacity_bytes, self._files, self._accounting)
         self.checksums = ChecksumQueue(self.table, self._files.fd)
-        self._recycler = SlotRecycler(self._files, self._accounting, self.checksums)
+        moved = self._accounting.fresh if layout.is_moved else 0
+        self._recycler = SlotRecycler(self._files, self._accounting, self.checksums, moved)
         self.filler = PageFiller(self._files, self._accounting, self._recycler, self._free_bytes)
         self._closed = False
 
@@ -89,6 +90,7 @@ class DramTier:
         max_slots: int = limits.DEFAULT_SLOTS,
         gid: int | None = None,
         mode: str = "auto",
+        numa_nodes: Sequence[int] = (),
         choose: Choose | None = None,
         below: tuple[int, int] = (0, 0),
     ) -> DramTier:
@@ -97,8 +99,8 @@ class DramTier:
         objects that lower tiers have and their capacity in bytes, for which the table has room, too.
 
         `mode`: "tmpfs" (raises DeviceMissing without the right to mount), "directory", or "auto": tmpfs if
-        possible. Raises ConfigError for a size out of bounds, StoreLocked while another process has it open,
-        Unsupported where the filesystem has no leases.
+        possible. `numa_nodes`: where a tmpfs takes its memory while it lasts there. Raises ConfigError for a size out
+        of bounds, StoreLocked while another process has it open, Unsupported where the filesystem has no leases.
         """
         capacity_bytes = checked_capacity(capacity_bytes, max_slots, mode)
         # A page is the least that an object with bytes takes: more slots than that would cost table and hold nothing.
@@ -111,6 +113,7 @@ class DramTier:
             entries=entry_count(slots, capacity_bytes, *below),
             gid=gid,
             mode=mode,
+            numa_nodes=numa_nodes,
             choose=choose,
         )
         tier = cls(root, capacity_bytes, layout, gid)

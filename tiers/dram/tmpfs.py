@@ -1,6 +1,6 @@
 """Mounts, finds, resizes and unmounts the DRAM tier's tmpfs.
 
-Responsibility: the four mount calls that the tier needs, and nothing of the tier itself.
+Responsibility: the mount calls that the tier needs, and nothing of the tier itself.
 
 Invariants: only a tmpfs that this module mounted (its source is `SOURCE`) is ever resized or unmounted.
 Concurrency: called while a tier opens or closes; no state.
@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvfs.errors import ConfigError, DeviceMissing
@@ -43,21 +44,31 @@ def _mount(root: Path, flags: int, options: str) -> None:
 
 def is_mounted(root: Path) -> bool:
     """Return whether the topmost mount at `root` is a tmpfs that a kvfs service mounted."""
+    return _mounted_options(root) is not None
+
+
+def _mounted_options(root: Path) -> bytes | None:
+    """Return the options of the tmpfs that a kvfs service mounted at `root`; None where another mount is topmost."""
     wanted = os.fsencode(os.path.realpath(root))
-    top = False
+    options = None
     for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
         mount, _, filesystem = line.partition(b" - ")
         point = _ESCAPED.sub(lambda found: bytes([int(found[1], 8)]), mount.split(b" ")[4])
         if point == wanted:
-            top = filesystem.split(b" ")[:2] == [b"tmpfs", SOURCE.encode()]
-    return top
+            kind, source, found = filesystem.split(b" ", 2)
+            options = found if (kind, source) == (b"tmpfs", SOURCE.encode()) else None
+    return options
 
 
-def mount(root: Path, capacity_bytes: int, *, inodes: int, gid: int | None) -> None:
+def mount(
+    root: Path, capacity_bytes: int, *, inodes: int, gid: int | None, numa_nodes: Sequence[int] = ()
+) -> None:
     """Mount the tier's tmpfs over `root`. Raises DeviceMissing, saying which right is missing."""
     options = f"size={capacity_bytes},nr_inodes={inodes},mode=0750"
     if gid is not None:
         options += f",gid={gid}"
+    if numa_nodes:
+        options += f",mpol={_policy(numa_nodes)}"
     try:
         try:
             _mount(root, _FLAGS, f"{options},huge=within_size")
@@ -74,6 +85,28 @@ def mount(root: Path, capacity_bytes: int, *, inodes: int, gid: int | None) -> N
         raise DeviceMissing(
             f"mount a tmpfs of {capacity_bytes} bytes at {root}: {error.strerror}{missing}"
         ) from error
+
+
+def place(root: Path, numa_nodes: Sequence[int]) -> bool:
+    """Have files that are made from now on in a mounted tier lie on other NUMA nodes; return whether these are others.
+    What is there keeps its nodes, and what is written to it later has them. Raises ConfigError."""
+    before = _mounted_options(root) or b""
+    if numa_nodes or b"mpol=" in before:
+        try:
+            _mount(root, _FLAGS | _MS_REMOUNT, f"mpol={_policy(numa_nodes)}")
+        except OSError as error:
+            raise ConfigError(
+                f"place the tmpfs at {root} on NUMA nodes {list(numa_nodes)}: {error.strerror}"
+            ) from error
+    return _mounted_options(root) != before
+
+
+def _policy(numa_nodes: Sequence[int]) -> str:
+    """Return the policy of a tmpfs (tmpfs(5), `mpol`): one that takes memory elsewhere where a node is full. `bind`
+    would have the kernel kill a process there."""
+    if len(numa_nodes) > 1:
+        return f"interleave:{','.join(map(str, sorted({*numa_nodes})))}"
+    return f"prefer:{numa_nodes[0]}" if numa_nodes else "local"
 
 
 def resize(root: Path, capacity_bytes: int, *, inodes: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,6 +58,8 @@ class StoreOptions:
     gid: int | None = None
     """The group whose members read DRAM slots directly."""
     backing: str = "auto"
+    numa_nodes: Sequence[int] = ()
+    """On which a tmpfs of DRAM is to lie; none: anywhere."""
     quota_bytes: int | None = None
     """Of one uid; None: half of DRAM."""
     policy: str = "default"
@@ -150,6 +152,7 @@ def _build(options: StoreOptions, home: Home, startup: Startup) -> tuple[Store, 
             max_slots=options.max_slots,
             gid=options.gid,
             mode=options.backing,
+            numa_nodes=options.numa_nodes,
             choose=startup.choose,
             below=startup.below,
         )
