@@ -120,9 +120,9 @@ def _layers(
     """Return the group of layers that a kind names. Each event asks, and engines name few."""
     if kind in _WINDOWS and window_tokens and 0 < window_tokens <= MAX_WINDOW_TOKENS:
         return Group.of_window(window_tokens, block_tokens)
-    chunk_blocks, rest = divmod(chunk_tokens or 0, block_tokens)
-    if kind in CHUNKS and 0 < chunk_blocks <= MAX_WINDOW_TOKENS // block_tokens and not rest:
-        return Group(chunk_blocks, is_chunked=True)
+    whole_tokens = 0 if chunk_tokens is None or chunk_tokens % block_tokens else chunk_tokens
+    if kind in CHUNKS and 0 < whole_tokens <= MAX_WINDOW_TOKENS:
+        return Group.of_chunks(whole_tokens, block_tokens)
     return Group.of_state() if kind in _STATES else Group()
 
 
