@@ -99,15 +99,19 @@ HEAT_PROMPTS_TICK: Final = 16
 MAX_HEAT_RUNS: Final = 16
 """Runs of one prompt that are counted, from the first on: a system prompt, a tool's, and turns."""
 MAX_HOT_RUNS: Final = 4_096
-"""Runs whose heat is known: with MAX_ORDER_BLOCKS each 32 MiB of hashes, with 64 blocks 4 MiB."""
+"""Runs whose heat is known: with 64 blocks each 4 MiB of hashes."""
+MAX_HOT_HASHES: Final = 1 << 21
+"""Hashes of all of them, 32 MiB: prefixes of models with several kinds of attention are known whole."""
 MAX_ORDER_BLOCKS: Final = 512
-"""Blocks of one order; a longer run is several."""
+"""Blocks that are fetched at once; a longer run is several, each with an order or a part of one."""
 MAX_COPIED_BLOCKS: Final = 4_096
-"""Blocks ordered in one sweep: at 1 MiB each 140 MB/s, 1 % of 100 Gbit."""
+"""Blocks ordered in one sweep: at 1 MiB each 140 MB/s, 1 % of 100 Gbit. What takes more of a prefix is not ordered."""
 MAX_COPY_ORDERS: Final = 256
 """Orders that are open, of all nodes."""
 MAX_COOL_ORDERS: Final = 64
 """Of those to let a copy go, beside them."""
+MAX_COOLED_BLOCKS: Final = 32_768
+"""Blocks of these."""
 COPY_ORDER_S: Final = 90.0
 """How long an order is open: a node asks ten times in it."""
 COPY_BACKOFF_S: Final = 60.0
@@ -121,7 +125,7 @@ MAX_ORDERS_INTERVAL_S: Final = 60.0
 ORDERS_WAIT_S: Final = 5.0
 """How long the answer may take."""
 MAX_ORDERS_BYTES: Final = 8 * MIB
-"""The answer: MAX_COPY_ORDERS and MAX_COOL_ORDERS of MAX_ORDER_BLOCKS hashes, 36 characters each, are 5.6 MiB."""
+"""The answer: MAX_COOLED_BLOCKS, and MAX_COPIED_BLOCKS of each sweep in COPY_ORDER_S, 36 characters each, are 2 MiB."""
 MAX_METRICS_BYTES: Final = 4 * MIB
 """One answer of an engine's `/metrics`: vLLM's takes about 50 KiB."""
 PROBE_WAIT_S: Final = 2.0

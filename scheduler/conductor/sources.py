@@ -13,10 +13,10 @@ Concurrency: one thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvfs._native.cluster.index import MAX_WINDOWS, SPARE_SOURCES, ClusterIndex
 from kvfs.errors import LimitExceeded
@@ -46,6 +46,12 @@ class Window(NamedTuple):
     is_chunked: bool = False
     """Whether they read back to a multiple of `blocks`."""
 
+    def read_before(self, boundary: int) -> range:
+        """Return the blocks of full attention with which those end that are read before a boundary of all layers."""
+        own = boundary // self.stride
+        first = max(own - (own % self.blocks if self.is_chunked else self.blocks), 0)
+        return range((first + 1) * self.stride - 1, own * self.stride, self.stride)
+
 
 class Place(NamedTuple):
     """Where a stream's blocks are: in a medium, and of which layers."""
@@ -55,6 +61,16 @@ class Place(NamedTuple):
     window: Window = Window()
     model: bytes = b""
     """Of several kinds of attention, in a store, which has blocks of many: `namespace_groups.NamespaceGroup.model`."""
+
+
+class WindowBlocks(Protocol):
+    """Says by what keys a store has blocks of windows, which are not those of full attention."""
+
+    def beside(self, place: Place, anchor: bytes) -> Iterable[tuple[int, bytes]]:
+        """Yield the blocks that follow one of full attention: the number of the group, and the key."""
+
+    def __contains__(self, key: bytes) -> bool:
+        """Return whether the store has a block."""
 
 
 class Knowledge(Enum):
@@ -92,6 +108,8 @@ class Stream:
     """The number of each place, of windows MAX_WINDOWS for each medium at most."""
     windows: set[Place] = field(default_factory=set)
     """Where blocks of windows were, whether these places have numbers or not."""
+    window_blocks: WindowBlocks | None = None
+    """Of a store, once it has told of windows."""
     block_tokens: dict[bytes, int] = field(default_factory=dict)
     """Tokens of a block of full attention, by the models of its instances, as `Place.model` has them; blocks of others
     count for nobody."""

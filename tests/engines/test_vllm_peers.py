@@ -49,17 +49,18 @@ class Machines(NamedTuple):
 
 
 @contextmanager
-def two_machines(folder: Path) -> Iterator[tuple[list[Service], list[str]]]:
-    """Run two services of one cluster; yield them, and their addresses for each other."""
+def two_machines(folder: Path, more: tuple[str, str] = ("", "")) -> Iterator[tuple[list[Service], list[str]]]:
+    """Run two services of one cluster; yield them, and their addresses for each other. `more`: what each one's settings
+    go on with, from those of its cluster."""
     addresses = [f"{host}:{free_port(host)}" for host in ("127.0.0.1", "127.0.0.2")]
     secret = write_secret(folder / "secret")
     with ExitStack() as stack:
         services = []
-        for address in addresses:
+        for address, own in zip(addresses, more, strict=True):
             config = folder / f"{address}.toml"
             config.write_text(
                 f"[cluster]\nlisten = '{address}'\npeers = {addresses}\nsecret_file = '{secret}'\n"
-                "match_wait_s = 1\n"
+                f"match_wait_s = 1\n{own}"
             )
             services.append(stack.enter_context(Service(mode="off", arguments=["--config", str(config)])))
         with kvfs.connect(services[1].data) as client:

@@ -166,6 +166,11 @@ class Machine(RuleBasedStateMachine):
         assert self.index.depths(packed, [*map(mask, groups)]) == [
             depth(self.model, hashes, group) for group in groups
         ]
+        for group in groups:
+            lacking = [key for key in hashes if not self.model.holders.get(key, set()) & group]
+            assert self.index.lacking(packed, mask(group)) == b"".join(lacking)
+            there = hashes.index(lacking[0]) if lacking else len(hashes)
+            assert self.index.depths(packed, [mask(group)], limited=False) == [there]
 
     @rule(source=sources)
     def list_all(self, source: int) -> None:
@@ -435,6 +440,8 @@ def test_questions_from_other_threads_are_answered_while_blocks_come_and_go() ->
         lambda index: index.holders(bytes(17)),
         lambda index: index.depths(bytes(16), [-1]),
         lambda index: index.depths(bytes(16), [1 << MAX_SOURCES]),
+        lambda index: index.lacking(bytes(17), 1),
+        lambda index: index.lacking(bytes(16), 1 << MAX_SOURCES),
         lambda index: index.set_windows(MAX_SOURCES, []),
         lambda index: index.set_windows(0, [(MAX_SOURCES, 1, 1, False)]),
         lambda index: index.set_windows(0, [(1, 1, 0, False)]),

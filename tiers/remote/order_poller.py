@@ -7,8 +7,8 @@ Invariants:
 - An order reaches only what a client of this node could: a peer of the settings or a member of the directory, a
   namespace that has a bucket here, charged to the bucket's owner. It can add cache blocks, whose bytes are verified,
   and have those of a cache go before others where there is no room, and nothing else.
-- One order is carried out at a time. One whose blocks did not all come is tried again when it is named again, each time
-  after a longer pause.
+- One order is carried out at a time, its parts in turn: full attention without the windows before it would be taken for
+  a hit. One whose blocks did not all come is tried again when it is named again, each time after a longer pause.
 - A Conductor that does not answer is asked less and less often; nothing else here waits for it.
 
 Concurrency: one trio task.
@@ -30,11 +30,18 @@ from kvfs.config.settings import ClusterSettings
 from kvfs.errors import InvalidRequest, KvfsError
 from kvfs.http.bounded_get import GetFailed, get
 from kvfs.keys import HASH_BYTES
+from kvfs.namespace_groups import group_in
+from kvfs.namespaces import Namespace
 from kvfs.system.pauses import Pause
 from tiers.model.objects import Bucket
+from tiers.store.catalog import bucket_of_row
 from tiers.store.store import Store
 
 log = logging.getLogger("kvfs.remote")
+
+
+Caches = dict[bytes | tuple[bytes, int], list[Bucket]]
+"""By the digest of a namespace, and by model and number of a group of windows or states."""
 
 
 class FetchesBlocks(Protocol):
@@ -50,21 +57,28 @@ class FetchesBlocks(Protocol):
         """Return whether nothing is to be brought here."""
 
 
-class Order(msgspec.Struct, frozen=True):
-    """Names the blocks that one order wants here, and the peer that has them."""
+class NamedBlocks(msgspec.Struct, frozen=True):
+    """Names blocks of one cache group."""
 
-    id: str
-    peer: str
     namespace: str
+    model: str
+    """Of windows and states, whose namespaces nodes alone know: `namespace_groups.NamespaceGroup.model`."""
+    group: int
+    """Of these: the number of their group; else 0."""
     hashes: list[str]
 
 
-class CoolOrder(msgspec.Struct, frozen=True):
+class CoolOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Names blocks that others have, too, and that this node is to evict next."""
 
     id: str
-    namespace: str
-    hashes: list[str]
+    parts: list[NamedBlocks]
+
+
+class Order(CoolOrder, frozen=True, kw_only=True):
+    """Names the blocks that one order wants here, and the peer that has them."""
+
+    peer: str
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -86,6 +100,8 @@ class OrderPoller:
         """By order, when it is tried again."""
         self._cooled: OrderedDict[str, None] = OrderedDict()
         """Orders that were carried out: a second time would let go what was used since."""
+        self._groups: dict[bytes, tuple[bytes, int] | None] = {}
+        """Of namespaces with windows or states their model and number."""
         self._fault = ""
         self.counts: Counter[str] = Counter()
 
@@ -118,12 +134,13 @@ class OrderPoller:
                 log.warning("%s: %s", self._url, error)
             return False
         self._fault = ""
+        caches = self._caches() if found.orders or found.cool else {}
         for cooling in found.cool[: limits.MAX_COOL_ORDERS]:
-            self._cool(cooling)
+            self._cool(cooling, caches)
         for order in found.orders[: limits.MAX_COPY_ORDERS]:
             pause = self._tried.get(order.id) or Pause(limits.ORDERS_INTERVAL_S, limits.COPY_ORDER_S)
             if pause.is_over(trio.current_time()):
-                await self._carry_out(order, pause)
+                await self._carry_out(order, caches, pause)
         return True
 
     async def _ask(self) -> Orders:
@@ -135,13 +152,18 @@ class OrderPoller:
                 raise GetFailed(f"no orders: {error}") from None
         raise GetFailed(f"no answer in {limits.ORDERS_WAIT_S} s")
 
-    async def _carry_out(self, order: Order, pause: Pause) -> None:
-        here, wanted = 0, len(order.hashes)
+    async def _carry_out(self, order: Order, caches: Caches, pause: Pause) -> None:
+        """Fetch the parts of an order one by one, each where those before are here as a whole."""
+        here, whole = 0, False
         try:
-            here = await self._fetch(order)
+            for part in order.parts:
+                came = await self._fetch(part, order.peer, caches)
+                here, whole = here + came, came == len(part.hashes)
+                if not whole:
+                    break
         except KvfsError as error:
             log.info("order %r: %s", order.id[: limits.MAX_NAME_BYTES], error)
-        whole = here == wanted
+            whole = False
         self.counts["orders_done" if whole else "orders_failed"] += 1
         self.counts["ordered_blocks"] += here
         if whole:
@@ -153,39 +175,79 @@ class OrderPoller:
         while len(self._tried) > limits.MAX_COPY_ORDERS:
             self._tried.popitem(last=False)
 
-    async def _fetch(self, order: Order) -> int:
-        """Fetch an order's blocks; return how many are here then. Raises KvfsError."""
-        bucket, digests = self._named(order)
-        return await self._cluster.fetch(bucket, digests, uid=bucket.uid, hint=order.peer, urgent=False)
+    async def _fetch(self, part: NamedBlocks, peer: str, caches: Caches) -> int:
+        """Fetch blocks; return how many are here then. Raises KvfsError."""
+        buckets, digests = _named(part, caches)
+        here = 0
+        for bucket in buckets:
+            here += await self._cluster.fetch(bucket, digests, uid=bucket.uid, hint=peer, urgent=False)
+            if here >= len(digests):
+                break
+        return here
 
-    def _cool(self, order: CoolOrder) -> None:
+    def _cool(self, order: CoolOrder, caches: Caches) -> None:
         """Have an order's blocks evicted next, once."""
         if order.id in self._cooled:
             return
         self._cooled[order.id] = None
         while len(self._cooled) > limits.MAX_COPY_ORDERS:
             self._cooled.popitem(last=False)
-        try:
-            bucket, digests = self._named(order)
-        except KvfsError as error:
-            log.info("order %r: %s", order.id[: limits.MAX_NAME_BYTES], error)
-            return
-        for digest in digests:
-            block = self._store.catalog.blocks.get(digest)
-            if block is not None and block.bucket == bucket.name:
-                self._store.cool(digest)
-                self.counts["cooled_blocks"] += 1
+        for part in order.parts:
+            try:
+                buckets, digests = _named(part, caches)
+            except KvfsError as error:
+                log.info("order %r: %s", order.id[: limits.MAX_NAME_BYTES], error)
+                continue
+            names = {bucket.name for bucket in buckets}
+            for digest in digests:
+                block = self._store.catalog.blocks.get(digest)
+                if block is not None and block.bucket in names:
+                    self._store.cool(digest)
+                    self.counts["cooled_blocks"] += 1
 
-    def _named(self, order: Order | CoolOrder) -> tuple[Bucket, list[bytes]]:
-        """Return the cache that is bound to an order's namespace, and the blocks. Raises InvalidRequest."""
-        try:
-            namespace, digests = bytes.fromhex(order.namespace), list(map(bytes.fromhex, order.hashes))
-        except ValueError:
-            raise InvalidRequest("namespace or hashes are not hexadecimal") from None
-        if len(digests) > limits.MAX_ORDER_BLOCKS or any(len(each) != HASH_BYTES for each in digests):
-            raise InvalidRequest(f"hashes: {limits.MAX_ORDER_BLOCKS} of {HASH_BYTES} bytes at most")
-        bound = [each for each in self._store.catalog.buckets() if each.namespace == namespace]
-        bucket = min(bound, key=lambda each: each.durable, default=None)
-        if bucket is None or bucket.durable:
-            raise InvalidRequest("no cache here has this namespace")
-        return bucket, digests
+    def _caches(self) -> Caches:
+        """Return the caches that orders may name: one of each namespace, and all of each cache group.
+
+        Of a group these are several where engines that lay its blocks out differently have one store: each block is in
+        the namespace of one of them, at the peer as here.
+        """
+        found: Caches = {}
+        for row in self._store.names.buckets():
+            bucket = bucket_of_row(row)
+            if bucket.namespace is None or bucket.durable:
+                continue
+            found.setdefault(bucket.namespace, [bucket])
+            if group := self._group_in(bucket.namespace, row.namespace_json):
+                found.setdefault(group, []).append(bucket)
+        return found
+
+    def _group_in(self, namespace: bytes, namespace_json: bytes) -> tuple[bytes, int] | None:
+        """Return the group of windows or states that a namespace is of, which takes 40 us the first time."""
+        if namespace not in self._groups:
+            while len(self._groups) >= limits.MAX_BUCKETS:
+                self._groups.clear()
+            self._groups[namespace] = _windows_in(namespace_json)
+        return self._groups[namespace]
+
+
+def _windows_in(namespace_json: bytes) -> tuple[bytes, int] | None:
+    try:
+        group = group_in(Namespace.from_json(namespace_json))
+    except KvfsError:  # of a later version's
+        return None
+    return None if group is None or group.number is None else (group.model, group.number)
+
+
+def _named(part: NamedBlocks, caches: Caches) -> tuple[list[Bucket], list[bytes]]:
+    """Return the caches that may have some blocks, and these. Raises InvalidRequest."""
+    try:
+        namespace, model = bytes.fromhex(part.namespace), bytes.fromhex(part.model)
+        digests = list(map(bytes.fromhex, part.hashes))
+    except ValueError:
+        raise InvalidRequest("namespace, model or hashes are not hexadecimal") from None
+    if len(digests) > limits.MAX_ORDER_BLOCKS or any(len(each) != HASH_BYTES for each in digests):
+        raise InvalidRequest(f"hashes: {limits.MAX_ORDER_BLOCKS} of {HASH_BYTES} bytes at most")
+    buckets = caches.get((model, part.group) if part.group else namespace)
+    if buckets is None:
+        raise InvalidRequest(f"no cache here has this {'group' if part.group else 'namespace'}")
+    return buckets, digests

@@ -78,11 +78,15 @@ class ClusterIndex:
         """Return each source that holds the first block, and how many of the hashes it holds without a gap from there
         on; the longest first, of equals the lowest source first."""
 
-    def depths(self, hashes: Buffer, masks: Sequence[int]) -> list[int]:
-        """Return for each mask how many of the hashes, from the first on without a gap, some source in it holds."""
+    def depths(self, hashes: Buffer, masks: Sequence[int], limited: bool = True) -> list[int]:
+        """Return for each mask how many of the hashes, from the first on without a gap, some source in it holds; where
+        that is not `limited`, wherever its windows go on."""
 
     def holders(self, hash: bytes) -> int:
         """Return the mask of the sources that hold a block; 0 for none."""
+
+    def lacking(self, hashes: Buffer, mask: int) -> bytes:
+        """Return those of the hashes that no source in the mask holds, in their order."""
 
     def manifest(self, source: int) -> bytes:
         """Return the hashes of all blocks of a source, in no order."""

@@ -9,7 +9,7 @@ the GIL. Of changes of many blocks it is held for LONG_HASHES each, and those ar
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, realloc
+from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy
 
 import os
@@ -60,8 +60,12 @@ cdef extern from "cluster/index_core.h" nogil:
     int64_t kvfs_cluster_match(const kvfs_cluster *c, const uint8_t *hashes, size_t count, kvfs_depth *depths)
     int kvfs_cluster_depths(const kvfs_cluster *c, const uint8_t *hashes, size_t count, const uint64_t *masks,
                             size_t mask_count, uint64_t *depths)
+    void kvfs_cluster_present(const kvfs_cluster *c, const uint8_t *hashes, size_t count, const uint64_t *masks,
+                              size_t mask_count, uint64_t *depths)
     bint kvfs_cluster_holds(const kvfs_cluster *c, uint32_t source, const uint8_t *hash)
     void kvfs_cluster_holders(const kvfs_cluster *c, const uint8_t *hash, uint64_t *holders)
+    size_t kvfs_cluster_lacking(const kvfs_cluster *c, const uint8_t *hashes, size_t count, const uint64_t *mask,
+                                uint8_t *lacking)
     size_t kvfs_cluster_list(const kvfs_cluster *c, uint32_t source, uint64_t *cursor, uint8_t *hashes)
     uint64_t kvfs_cluster_count(const kvfs_cluster *c)
     uint64_t kvfs_cluster_source_blocks(const kvfs_cluster *c, uint32_t source)
@@ -147,12 +151,26 @@ cdef int64_t match_all(ClusterIndex index, const uint8_t *hashes, size_t count, 
 
 
 cdef int find_depths(
-    ClusterIndex index, const uint8_t *hashes, size_t count, const uint64_t *masks, size_t mask_count, uint64_t *found
+    ClusterIndex index, const uint8_t *hashes, size_t count, const uint64_t *masks, size_t mask_count, uint64_t *found,
+    bint limited
 ) noexcept nogil:
+    cdef int rc = 0
     kvfs_lock(&index._mutex)
-    cdef int rc = kvfs_cluster_depths(index._c, hashes, count, masks, mask_count, found)
+    if limited:
+        rc = kvfs_cluster_depths(index._c, hashes, count, masks, mask_count, found)
+    else:
+        kvfs_cluster_present(index._c, hashes, count, masks, mask_count, found)
     kvfs_unlock(&index._mutex)
     return rc
+
+
+cdef size_t find_lacking(
+    ClusterIndex index, const uint8_t *hashes, size_t count, const uint64_t *mask, uint8_t *lacking
+) noexcept nogil:
+    kvfs_lock(&index._mutex)
+    cdef size_t found = kvfs_cluster_lacking(index._c, hashes, count, mask, lacking)
+    kvfs_unlock(&index._mutex)
+    return found
 
 
 cdef class ClusterIndex:
@@ -288,7 +306,7 @@ cdef class ClusterIndex:
             key=lambda reached: (-reached[1], reached[0]),
         )
 
-    def depths(self, hashes, masks):
+    def depths(self, hashes, masks, bint limited=True):
         cdef size_t mask_count = len(masks), count, place
         cdef uint64_t *room = <uint64_t *>calloc(mask_count + 1, 8 * (KVFS_CLUSTER_MASK_WORDS + 1))
         cdef uint64_t *found = room + mask_count * KVFS_CLUSTER_MASK_WORDS
@@ -301,10 +319,10 @@ cdef class ClusterIndex:
                 write_mask(masks[place], room + place * KVFS_CLUSTER_MASK_WORDS)
             count = open_hashes(hashes, &view)
             if count <= LONG_HASHES:
-                rc = find_depths(self, <const uint8_t *>view.buf, count, room, mask_count, found)
+                rc = find_depths(self, <const uint8_t *>view.buf, count, room, mask_count, found, limited)
             else:
                 with nogil:
-                    rc = find_depths(self, <const uint8_t *>view.buf, count, room, mask_count, found)
+                    rc = find_depths(self, <const uint8_t *>view.buf, count, room, mask_count, found, limited)
             PyBuffer_Release(&view)
             if rc < 0:
                 raise MemoryError
@@ -319,6 +337,28 @@ cdef class ClusterIndex:
         kvfs_cluster_holders(self._c, key, words)
         kvfs_unlock(&self._mutex)
         return mask_of(words)
+
+    def lacking(self, hashes, mask):
+        cdef uint64_t words[16]
+        cdef Py_buffer view
+        cdef size_t count, found
+        cdef uint8_t *room
+        write_mask(mask, words)
+        count = open_hashes(hashes, &view)
+        room = <uint8_t *>malloc(view.len + 1)
+        if room == NULL:
+            PyBuffer_Release(&view)
+            raise MemoryError
+        if count <= LONG_HASHES:
+            found = find_lacking(self, <const uint8_t *>view.buf, count, words, room)
+        else:
+            with nogil:
+                found = find_lacking(self, <const uint8_t *>view.buf, count, words, room)
+        PyBuffer_Release(&view)
+        try:
+            return PyBytes_FromStringAndSize(<const char *>room, found * KVFS_CLUSTER_HASH_BYTES)
+        finally:
+            free(room)
 
     def manifest(self, uint64_t source):
         cdef uint64_t cursor = 0

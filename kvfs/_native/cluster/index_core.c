@@ -442,8 +442,8 @@ static size_t match_walk(const struct kvfs_cluster *c, const uint8_t *hashes, si
     return found;
 }
 
-static void depths_walk(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, const uint64_t *masks,
-                        size_t mask_count, uint64_t *depths) {
+void kvfs_cluster_present(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, const uint64_t *masks,
+                          size_t mask_count, uint64_t *depths) {
     struct walk walk;
     begin_walk(&walk, c, hashes, count);
     uint64_t sources[KVFS_CLUSTER_MASK_WORDS], at = 0;
@@ -478,7 +478,7 @@ int kvfs_cluster_depths(const struct kvfs_cluster *c, const uint8_t *hashes, siz
     struct kvfs_runs runs = {0};
     int rc = 0;
     if (!c->windows.count)
-        depths_walk(c, hashes, count, masks, mask_count, depths);
+        kvfs_cluster_present(c, hashes, count, masks, mask_count, depths);
     else if ((rc = kvfs_cluster_runs(c, hashes, count, &runs)) == 0)
         kvfs_runs_depths(&runs, masks, mask_count, depths);
     free(runs.at);
@@ -493,6 +493,20 @@ int kvfs_cluster_holds(const struct kvfs_cluster *c, uint32_t source, const uint
 void kvfs_cluster_holders(const struct kvfs_cluster *c, const uint8_t *hash,
                           uint64_t holders[KVFS_CLUSTER_MASK_WORDS]) {
     translate(c, kvfs_set_at(&c->sets, set_of(c, hash))->words, holders);
+}
+
+size_t kvfs_cluster_lacking(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count,
+                            const uint64_t mask[KVFS_CLUSTER_MASK_WORDS], uint8_t *lacking) {
+    size_t found = 0;
+    for (size_t i = 0; i < count && i < AHEAD; i++) prefetch(c, hashes + i * HASH);
+    for (size_t i = 0; i < count; i++) {
+        uint64_t holders[KVFS_CLUSTER_MASK_WORDS], any = 0;
+        if (i + AHEAD < count) prefetch(c, hashes + (i + AHEAD) * HASH);
+        kvfs_cluster_holders(c, hashes + i * HASH, holders);
+        for (uint32_t word = 0; word < KVFS_CLUSTER_MASK_WORDS; word++) any |= holders[word] & mask[word];
+        if (!any) memcpy(lacking + HASH * found++, hashes + i * HASH, HASH);
+    }
+    return found;
 }
 
 size_t kvfs_cluster_list(const struct kvfs_cluster *c, uint32_t source, uint64_t *cursor, uint8_t *hashes) {

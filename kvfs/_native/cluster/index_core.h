@@ -65,8 +65,14 @@ int64_t kvfs_cluster_match(const struct kvfs_cluster *c, const uint8_t *hashes, 
 /* Writes how far the sources of each mask get together; the caller wants `depths` to be zeros. 0 or -ENOMEM. */
 int kvfs_cluster_depths(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, const uint64_t *masks,
                         size_t mask_count, uint64_t *depths);
+/* The same, wherever their windows go on. */
+void kvfs_cluster_present(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, const uint64_t *masks,
+                          size_t mask_count, uint64_t *depths);
 int kvfs_cluster_holds(const struct kvfs_cluster *c, uint32_t source, const uint8_t *hash);
 void kvfs_cluster_holders(const struct kvfs_cluster *c, const uint8_t *hash, uint64_t holders[KVFS_CLUSTER_MASK_WORDS]);
+/* Writes those that no source of a mask holds: how many. */
+size_t kvfs_cluster_lacking(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count,
+                            const uint64_t mask[KVFS_CLUSTER_MASK_WORDS], uint8_t *lacking);
 
 #define KVFS_CLUSTER_SEGMENT_BLOCKS 3069
 /* Writes the hashes of one segment that a source holds: their count. `cursor` is 0 at first, and at the end again. */

@@ -95,21 +95,37 @@ class Matches(msgspec.Struct, frozen=True):
     instances: dict[str, int]
 
 
-class OrderedCopy(msgspec.Struct, frozen=True):
-    """Blocks that a node is to fetch from a peer."""
+class NamedBlocks(msgspec.Struct, frozen=True):
+    """Blocks of one cache group."""
+
+    namespace: str
+    """The digest of their namespace, in hexadecimal; empty of windows and states, whose namespace stores know."""
+    model: str
+    """Of windows and states, in hexadecimal: what KV events have as `layers_of`."""
+    group: int
+    """Of windows and states: what KV events have as `group_idx`; else 0."""
+    hashes: list[str]
+
+
+class CooledCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that a node is to evict next."""
 
     id: str
+    parts: list[NamedBlocks]
+
+
+class OrderedCopy(CooledCopy, frozen=True, kw_only=True):
+    """Blocks that a node is to fetch from a peer, each part once it has those before."""
+
     peer: str
     """`HOST:PORT` of the peer's `[cluster] listen`."""
-    namespace: str
-    """The digest of the blocks' namespace, in hexadecimal."""
-    hashes: list[str]
 
 
 class OrderedCopies(msgspec.Struct, frozen=True):
     """The open orders of a node; one that was carried out goes once its events say so."""
 
     orders: list[OrderedCopy]
+    cool: list[CooledCopy]
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -388,7 +404,7 @@ OPERATIONS = (
         "orders",
         "GET",
         "/v1/orders/{}",
-        "Show what the store of this topic is to fetch from its peers.",
+        "Show what the store of this topic is to fetch from its peers, and which copies are to go.",
         _orders,
         answer=OrderedCopies,
         statuses=(200, 404),

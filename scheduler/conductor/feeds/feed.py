@@ -182,6 +182,7 @@ class Feed:
         found = self._windows.get(stream.name)
         if found is None:
             found = self._windows[stream.name] = StoreWindows(self._registry.counts)
+        stream.window_blocks = found
         return found
 
     def _of_engine(self, stream: Stream, place: Place, event: BlockStored | BlockRemoved) -> None:

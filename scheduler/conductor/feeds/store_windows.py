@@ -13,6 +13,7 @@ Concurrency: one thread.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -35,6 +36,7 @@ class Change(NamedTuple):
 @dataclass(slots=True)
 class _Block:
     place: Place
+    group: int
     anchor: bytes
     """The block of full attention that it follows."""
     media: int
@@ -46,16 +48,17 @@ class _Beside:
 
     parts: int
     """As `Window` has them."""
-    groups: set[int] = field(default_factory=set)
-    counts: Counter[bytes] = field(default_factory=Counter)
-    """Blocks of all groups."""
+    groups: dict[int, int] = field(default_factory=dict)
+    """Each group's number by itself: all its blocks have one object."""
+    keys: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
+    """The blocks of all groups, by the one of full attention."""
 
     def is_whole(self, anchor: bytes) -> bool:
-        return self.counts[anchor] == len(self.groups) * self.parts
+        return len(self.keys.get(anchor, ())) == len(self.groups) * self.parts
 
 
 class StoreWindows:
-    """Follow one store."""
+    """Follow one store. Implement `WindowBlocks`."""
 
     def __init__(self, counts: Counter[str], max_blocks: int = MAX_ENGINE_BLOCKS) -> None:
         self._counts, self._max_blocks = counts, max_blocks
@@ -66,13 +69,14 @@ class StoreWindows:
         """Drop all blocks; which groups there are stays known."""
         self._blocks.clear()
         for beside in self._places.values():
-            beside.counts.clear()
+            beside.keys.clear()
 
     def stored(self, window: Window, event: BlockStored, hashes: list[bytes], parent: bytes) -> Change:
         """Return what changes by blocks of a group that are stored."""
         place = Place("", window, event.layers_of or b"")
         beside = self._places.setdefault(place, _Beside(window.parts))
-        change = Change(place, [], self._appear(beside, event.group_idx or 0))
+        group = event.group_idx or 0
+        change = Change(place, [], self._appear(beside, group))
         for hash, anchor in zip(hashes, [parent, *hashes], strict=False):
             known = self._blocks.get(hash)
             if known is not None:
@@ -80,8 +84,8 @@ class StoreWindows:
             elif len(self._blocks) >= self._max_blocks:
                 self._counts["store_windows_over_limit"] += 1
             else:
-                self._blocks[hash] = _Block(place, anchor, _bit(event))
-                beside.counts[anchor] += 1
+                self._blocks[hash] = _Block(place, beside.groups[group], anchor, _bit(event))
+                beside.keys[anchor] = (*beside.keys.get(anchor, ()), hash)
                 if beside.is_whole(anchor):
                     change.keys.append(anchor)
         return change
@@ -90,8 +94,8 @@ class StoreWindows:
         """Count a group in; return what it lacks if it is new."""
         if group in beside.groups:
             return []
-        lacked = [anchor for anchor in beside.counts if beside.is_whole(anchor)]
-        beside.groups.add(group)
+        lacked = [anchor for anchor in beside.keys if beside.is_whole(anchor)]
+        beside.groups[group] = group
         return lacked
 
     def removed(self, event: BlockRemoved, hashes: list[bytes]) -> list[Change]:
@@ -107,10 +111,20 @@ class StoreWindows:
                 beside = self._places[block.place]
                 if beside.is_whole(block.anchor):
                     changes.setdefault(block.place, Change(block.place, [], [])).gone.append(block.anchor)
-                beside.counts[block.anchor] -= 1
-                if not beside.counts[block.anchor]:
-                    del beside.counts[block.anchor]
+                left = tuple(key for key in beside.keys.pop(block.anchor) if key != hash)
+                if left:
+                    beside.keys[block.anchor] = left
         return list(changes.values())
+
+    def beside(self, place: Place, anchor: bytes) -> Iterator[tuple[int, bytes]]:
+        """Yield the blocks that follow one of full attention: the number of the group, and the key."""
+        known = self._places.get(place)
+        for key in () if known is None else known.keys.get(anchor, ()):
+            yield self._blocks[key].group, key
+
+    def __contains__(self, key: bytes) -> bool:
+        """Return whether the store has a block."""
+        return key in self._blocks
 
 
 def _bit(event: BlockStored | BlockRemoved) -> int:

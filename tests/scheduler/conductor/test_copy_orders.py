@@ -48,6 +48,12 @@ def holds(made: Conductor, n: int, hashes: list[bytes]) -> None:
     made.registry.stored(stream, Place(CPU, model=model), b"".join(hashes), None)
 
 
+def named(hashes: list[bytes], namespace: str = NAMESPACE.digest.hex(), **group: Any) -> dict[str, Any]:
+    """Return blocks as an order names them: of one namespace, or of a group."""
+    of = {"namespace": namespace, "model": "", "group": 0, **group}
+    return {**of, "hashes": [each.hex() for each in hashes]}
+
+
 def ask(made: Conductor, hashes: list[bytes], *, exclude: tuple[str, ...] = ()) -> None:
     """Route a prompt and end it."""
     length = len(hashes) * BLOCK_TOKENS + 1
@@ -92,8 +98,8 @@ def test_a_hot_prefix_is_ordered_to_a_node_without_it_until_its_events_have_it()
     assert sweep(made, clock)["ordered"] == 1
     [target] = [n for n in (1, 2) if orders(made, n)]
     [order] = orders(made, target)
-    assert order["hashes"] == [each.hex() for each in SYSTEM]
-    assert (order["peer"], order["namespace"]) == ("10.0.0.0:9400", NAMESPACE.digest.hex())
+    assert order["peer"] == "10.0.0.0:9400"
+    assert order["parts"] == [named(SYSTEM)]
     assert orders(made, 0) == []
     ask(made, SYSTEM, exclude=("i0",))
     assert sweep(made, clock)["ordered"] == 1, "one that is open is not given again"
@@ -102,6 +108,16 @@ def test_a_hot_prefix_is_ordered_to_a_node_without_it_until_its_events_have_it()
     holds(made, target, SYSTEM)
     counts = sweep(made, clock)
     assert (counts["carried_out"], counts["copied_blocks"], orders(made, target)) == (1, 40, [])
+
+
+def test_an_order_counts_as_a_copy_of_its_node() -> None:
+    clock = Clock()
+    made = hot(clock)
+    assert sweep(made, clock)["ordered"] == 1
+    for _ in range(4):
+        ask(made, SYSTEM, exclude=("i0",))
+    assert sweep(made, clock)["ordered"] == 2
+    assert [len(orders(made, n)) for n in range(3)] == [0, 1, 1]
 
 
 def test_what_is_cold_or_used_in_place_is_not_ordered() -> None:
@@ -118,10 +134,10 @@ def test_what_is_cold_or_used_in_place_is_not_ordered() -> None:
 
 @pytest.mark.parametrize(
     ("field", "ordered"),
-    [({}, 1), ({"tensor_shards": 2}, 0), ({"extra": {KIND: "FullAttentionSpec", LAYERS: "0"}}, 0)],
+    [({}, 1), ({"tensor_shards": 2}, 0), ({"extra": {KIND: "FullAttentionSpec", LAYERS: "0"}}, 1)],
     ids=["one key", "several shards", "several kinds of attention"],
 )
-def test_what_has_more_keys_than_a_prompt_is_looked_up_by_is_not_ordered(
+def test_what_has_shards_with_keys_that_nobody_names_is_not_ordered(
     field: dict[str, Any], ordered: int
 ) -> None:
     clock = Clock()
@@ -154,7 +170,11 @@ def test_long_prefixes_are_several_orders_and_what_is_kept_is_bounded() -> None:
     for _ in range(6):
         ask(made, long, exclude=("i0",))
     assert sweep(made, clock)["ordered"] == 3
-    assert [len(each["hashes"]) for each in orders(made, 1)] == [MAX_ORDER_BLOCKS, MAX_ORDER_BLOCKS, 1]
+    assert [len(part["hashes"]) for each in orders(made, 1) for part in each["parts"]] == [
+        MAX_ORDER_BLOCKS,
+        MAX_ORDER_BLOCKS,
+        1,
+    ]
     pool = made.registry.pool("m")
     assert made.copies is not None
     for n in range(MAX_HOT_RUNS + 5):
@@ -191,8 +211,7 @@ def test_a_copy_that_has_cooled_is_to_go_once_and_the_block_that_was_there_stays
     counts = sweep(made, clock)
     assert (counts["cooled"], counts["cooled_blocks"]) == (1, len(SYSTEM))
     [order] = cooled(made, target)
-    assert order["hashes"] == [each.hex() for each in SYSTEM]
-    assert order["namespace"] == NAMESPACE.digest.hex()
+    assert order["parts"] == [named(SYSTEM)]
     assert [cooled(made, n) for n in range(3) if n != target] == [[], []]
     assert sweep(made, clock)["cooled"] == 1
     clock.now_s += COPY_ORDER_S
@@ -266,15 +285,16 @@ async def test_orders_that_are_none_and_conductors_that_do_not_answer_change_not
         assert not await poller.look(), "no instance has this topic"
         service.conductor.registry.add(node(1))
         assert service.conductor.copies is not None
-        wrong = {"id": "1", "peer": first.address, "namespace": STORED.digest.hex(), "hashes": ["00"]}
-        whole = [each.hex() for each in digests]
-        given = [
-            wrong,
-            {**wrong, "id": "2", "hashes": ["zz"]},
-            {**wrong, "id": "3", "namespace": "00" * 16, "hashes": whole},
-            {**wrong, "id": "4", "peer": "10.9.9.9:1", "hashes": whole},
-            {**wrong, "id": "5", "hashes": [*whole[:2], "ff" * 16]},
+        whole = named(digests, STORED.digest.hex())
+        parts = [
+            {**whole, "hashes": ["00"]},
+            {**whole, "hashes": ["zz"]},
+            named(digests, "00" * 16),
+            whole,
+            {**whole, "hashes": [*whole["hashes"][:2], "ff" * 16]},
         ]
+        given = [{"id": str(n), "peer": first.address, "parts": [part]} for n, part in enumerate(parts)]
+        given[3]["peer"] = "10.9.9.9:1"
         service.conductor.copies.for_store = lambda topic: {"orders": given}  # type: ignore[method-assign]
         assert await poller.look()
         assert (poller.counts["orders_failed"], poller.counts["ordered_blocks"]) == (5, 2)
@@ -295,8 +315,7 @@ async def test_an_order_adds_blocks_to_a_cache_and_none_to_a_durable_bucket(tmp_
         poller = OrderPoller(settings_of(addresses.http), second.store, second.cluster)
         service.conductor.registry.add(node(1))
         assert service.conductor.copies is not None
-        hashes = [each.hex() for each in digests]
-        order = {"id": "1", "peer": first.address, "namespace": STORED.digest.hex(), "hashes": hashes}
+        order = {"id": "1", "peer": first.address, "parts": [named(digests, STORED.digest.hex())]}
         service.conductor.copies.for_store = lambda topic: {"orders": [order]}  # type: ignore[method-assign]
         assert await poller.look()
         assert (poller.counts["orders_failed"], second.read(digests[0])) == (1, None)
@@ -312,9 +331,10 @@ async def test_blocks_that_have_cooled_go_first_unless_they_are_used_again(tmp_p
         poller = OrderPoller(settings_of(addresses.http), machine.store, machine.cluster)
         service.conductor.registry.add(node(1))
         assert service.conductor.copies is not None
-        order = {"id": "1", "namespace": STORED.digest.hex(), "hashes": [each.hex() for each in new]}
-        wrong = {**order, "id": "2", "namespace": "00" * 16}
-        unknown = {**order, "id": "3", "hashes": ["ff" * 16]}
+        stored = STORED.digest.hex()
+        order = {"id": "1", "parts": [named(new, stored)]}
+        wrong = {"id": "2", "parts": [named(new, "00" * 16)]}
+        unknown = {"id": "3", "parts": [named([b"\xff" * 16], stored)]}
         answer = {"orders": [], "cool": [order, wrong, unknown]}
         service.conductor.copies.for_store = lambda topic: answer  # type: ignore[method-assign]
         assert await poller.look()
