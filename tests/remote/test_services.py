@@ -74,9 +74,7 @@ def test_a_killed_and_a_stopped_peer_cost_a_bounded_wait_and_a_miss(services: li
             began = time.monotonic()
             assert blocks.fetch(digests[1:]).result() == 3  # of the other holder
             assert time.monotonic() - began < limits.REMOTE_READ_S
-            cluster = there.status()["cluster"]
-            assert cluster["deadlines"] >= 1
-            assert cluster["peers_up"] == 1
+            assert there.status()["cluster"]["deadlines"] >= 1
         first.kill()
         assert blocks.fetch(digests).result() == 4
         assert there.status()["open_drafts"] == 0
