@@ -86,7 +86,7 @@ MODULES = {
     "s3.fast_path": ["answer", "head", "sigv4"],
     "s3.receiver": ["receiver_core", "receiver_avx2", "crc64"],
     "hbm.hazards": ["hazards_core"],
-    "remote.server": ["serve_core", "wire_core"],
+    "remote.server": ["serve_core", "serve_requests", "serve_blocks", "wire_core"],
     "remote.stream": [
         "stream_core",
         "wire_core",

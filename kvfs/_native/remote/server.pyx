@@ -1,4 +1,4 @@
-"""Serving blocks to other machines, seen from Python: a thin seam over `serve_core.c`, which has the rules.
+"""Serving blocks to other machines, seen from Python: a thin seam over `serve_core.c` and its parts, with the rules.
 
 Invariants: the table and the directory descriptor outlive the threads; `close` joins them.
 Concurrency: every method is called from the event loop's thread.
