@@ -128,8 +128,9 @@ async def machine(
     directory: str | None = None,
     tls: ClusterTls | None = None,
     transport: Literal["tcp", "ucx"] = "tcp",
+    keep: bool = False,
 ) -> AsyncIterator[Machine]:
-    """Run one machine until the end of the block."""
+    """Run one machine until the end of the block. `keep`: one that is started there later has what this one has."""
     await trio.Path(folder).mkdir(exist_ok=True)
     settings = ClusterSettings(
         listen=listen,
@@ -140,9 +141,12 @@ async def machine(
         transport=transport,
         **({} if tls is None else tls._asdict()),
     )
-    with small_store(folder / "data", backing=backing) as store:
+    store = small_store(folder / "data", backing=backing)
+    try:
         async with clustered(store, settings, opener) as running:
             yield running
+    finally:
+        store.close(keep=keep)
 
 
 @asynccontextmanager

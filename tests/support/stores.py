@@ -30,14 +30,15 @@ NAMESPACE: Final = Namespace.of_one_device(
 def small_store(
     path: Path, *, max_slots: int = SLOTS, backing: str = "directory", quota_bytes: int | None = None
 ) -> Store:
-    """A small store with two buckets."""
+    """A small store with two buckets, anew or as it was left."""
     store = open_store(
         StoreOptions(
             path, dram_bytes=CAPACITY_BYTES, max_slots=max_slots, backing=backing, quota_bytes=quota_bytes
         )
     )
-    store.create_bucket(BUCKET, uid=0, gid=0)
-    store.create_bucket(BOUND, uid=0, gid=0, namespace=NAMESPACE)
+    if not store.catalog.buckets():
+        store.create_bucket(BUCKET, uid=0, gid=0)
+        store.create_bucket(BOUND, uid=0, gid=0, namespace=NAMESPACE)
     return store
 
 
