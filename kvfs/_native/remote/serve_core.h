@@ -73,7 +73,7 @@ struct kvfs_remote_connection {
     uint32_t bound_bucket;       /* that of the last block, 0 before there was one */
     uint64_t sent;               /* bit i: the i-th block of a READ was sent whole */
     int has_read;                /* in this request or an earlier one */
-    int by_fabric;               /* what is larger than KVFS_REMOTE_INLINE_BYTES */
+    int by_fabric;               /* what is larger than INLINE_BYTES of serve_requests.c */
     uint64_t sent_pieces, taken; /* by the fabric, since the connection began */
     int64_t deadline_ns;         /* the asker waits no longer */
     int64_t below_deadline_ns;   /* until then it waits for what is below DRAM, for all its blocks together */
