@@ -184,7 +184,7 @@ ASAN_TESTS += tests/client/test_weights.py::test_a_sample_differs_exactly_if_a_l
 ASAN_TESTS += tests/foundation/test_keys.py::test_a_continued_chain_equals_one_call
 ASAN_TESTS += tests/foundation/test_keys.py::test_all_widths_hash_alike
 ASAN_TESTS += tests/scheduler/conductor/test_planners.py::test_native_decisions_equal_the_python_ones_over_a_generated_trace
-ASAN_TESTS += tests/recovery/test_dram_recovery.py::test_any_first_part_of_what_is_dear_can_be_used
+ASAN_TESTS += tests/recovery/test_adoption_order.py::test_any_first_part_of_what_is_dear_can_be_used
 # Native threads beside the event loop's. No test that forks a process which has threads: ThreadSanitizer follows none there.
 TSAN_TESTS := $(wildcard tests/native/test_fuse_*.py) tests/native/test_checksummer.py tests/native/test_sealer.py \
     tests/native/test_tls_sessions.py tests/native/test_uring.py tests/remote/test_fabric.py \

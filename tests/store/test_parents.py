@@ -19,7 +19,6 @@ from kvfs.cli.offline.fsck_command import Exit, _check
 from kvfs.errors import NotFound
 from kvfs.keys import block_name
 from kvfs.limits import MIB
-from tests.recovery.test_dram_recovery import crash
 from tests.store.test_store_over_nvme import (
     data_of,
     flip,
@@ -31,6 +30,7 @@ from tests.store.test_store_over_nvme import (
     until_written,
 )
 from tests.support.crash_load import audit
+from tests.support.killed_stores import crash
 from tests.support.stores import NAMESPACE
 from tests.support.waits import WAIT_S
 from tiers.model.objects import Name
