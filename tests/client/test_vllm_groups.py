@@ -20,8 +20,8 @@ from kvfs.groups import Group, Kept, checkpoint_every, longest_prefix
 from kvfs.limits import CONNECTOR_RETRY_S, CONNECTOR_WINDOWS
 from kvfs.namespace_groups import FULL_TOKENS
 from kvfs.namespaces import Namespace
-from tests.client.test_vllm_planner import Clock, FakeLink, FakeRequest, keys_of, namespaces, tokens_of
 from tests.support.stores import NAMESPACE
+from tests.support.vllm_planners import Clock, FakeLink, FakeRequest, keys_of, namespaces, tokens_of
 
 BLOCK = NAMESPACE.block_tokens
 GROUPS = [
