@@ -1,34 +1,23 @@
-"""Documents of the S3 door as botocore knows their operations, and the errors that they are refused with.
+"""Documents of the S3 door as botocore knows their operations.
 
-Responsibility: what boto3 makes of an answer, and the code of a refusal; keys and an ETag that several
-tests share.
+Responsibility: what boto3 makes of an answer; keys and an ETag that several tests share.
 
 Concurrency: one test's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import pytest
 from botocore.model import OperationModel
 from botocore.parsers import create_parser
 from botocore.session import get_session
 from hypothesis import strategies as st
 
-from gateway.protocol.errors import S3Error
-
 TEXT = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 KEYS = st.text(TEXT, min_size=1, max_size=20)
 ETAG = "d41d8cd98f00b204e9800998ecf8427e"
-
-
-def code_of(call: Callable[[], object]) -> str:
-    with pytest.raises(S3Error) as caught:
-        call()
-    return caught.value.code
 
 
 @lru_cache

@@ -17,7 +17,8 @@ from gateway.protocol import tags
 from gateway.protocol.checksums import Algorithm
 from gateway.protocol.errors import S3Error
 from gateway.xml import requests, responses
-from tests.support.s3_documents import ETAG, code_of, operation
+from tests.support.s3_documents import ETAG, operation
+from tests.support.s3_refusals import code_of
 
 T = TypeVar("T")
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from gateway.protocol import list_pages
 from gateway.protocol.list_pages import Listing, Page, Wanted
 from gateway.xml import listings
-from tests.support.s3_documents import KEYS, code_of, read
+from tests.support.s3_documents import KEYS, read
+from tests.support.s3_refusals import code_of
 
 T = TypeVar("T")
 

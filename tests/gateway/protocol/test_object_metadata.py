@@ -19,7 +19,8 @@ from gateway.protocol.metadata import (
 from kvfs.errors import Corrupt
 from kvfs.limits import MAX_USER_METADATA_BYTES
 from tests.support.s3 import request
-from tests.support.s3_documents import ETAG, code_of
+from tests.support.s3_documents import ETAG
+from tests.support.s3_refusals import code_of
 
 LATIN_1 = st.text(st.characters(max_codepoint=0xFF), max_size=20)
 PAIRS = st.dictionaries(LATIN_1, LATIN_1, max_size=4)

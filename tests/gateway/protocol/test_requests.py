@@ -1,26 +1,20 @@
-"""Addresses, routes, conditions, ranges and errors of the S3 door: tables, and properties on any input."""
+"""Addresses and routes of requests at the S3 door: tables, and properties on any input."""
 
 from __future__ import annotations
 
-import inspect
-import re
-from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.operations.bucket_configurations import EMPTY, MISSING
-from gateway.protocol import conditions, etag, ranges, routing
+from gateway.protocol import routing
 from gateway.protocol.action import Action, CopySource, Operation
 from gateway.protocol.addressing import Address, resolve
-from gateway.protocol.conditions import Conditions
-from gateway.protocol.errors import CODES, S3Error, from_kvfs
-from gateway.protocol.ranges import Span
+from gateway.protocol.errors import S3Error
 from gateway.protocol.routing import BUCKET_CONFIGURATIONS, route
-from kvfs import errors
 from tests.support.s3 import request
+from tests.support.s3_refusals import OK, status_of
 
 KEYS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=40)
 
@@ -34,65 +28,6 @@ def refusal(target: str, method: str = "GET", headers: dict[str, str | bytes] | 
     with pytest.raises(S3Error) as caught:
         action(target, method, headers)
     return caught.value
-
-
-OK, FAILED, SAME = 200, 412, 304
-
-
-def status_of(check: object, *arguments: object) -> int:
-    assert callable(check)
-    try:
-        check(*arguments)
-    except S3Error as error:
-        return error.status
-    return OK
-
-
-# --- errors ------------------------------------------------------------------------------------------------------
-KVFS_ERRORS = [
-    kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.KvfsError)
-]
-
-
-def test_each_configuration_that_is_read_has_one_answer() -> None:
-    answered = [*MISSING, *EMPTY]
-    assert sorted(answered) == sorted(BUCKET_CONFIGURATIONS)
-
-
-@pytest.mark.parametrize("kind", KVFS_ERRORS, ids=lambda kind: kind.__name__)
-def test_every_failure_of_the_store_has_a_code_with_a_status(kind: type[errors.KvfsError]) -> None:
-    error = from_kvfs(kind("/secret/path: uid 7"), "bucket/a/key")
-    assert error.code == kind.s3_code in CODES
-    assert 300 <= error.status < 600
-    if error.status >= 500 or error.status in (403, 404):
-        assert "secret" not in error.message or error.code == "NotImplemented"
-
-
-def test_a_full_store_is_refused_with_a_status_that_botocore_does_not_retry() -> None:
-    from botocore.retries.standard import ThrottledRetryableChecker, TransientRetryableChecker
-
-    error = from_kvfs(errors.NoSpace("full"), "b/k")
-    assert (error.code, error.status) == ("InsufficientStorage", 507)
-    assert error.status not in TransientRetryableChecker._TRANSIENT_STATUS_CODES
-    assert error.code not in TransientRetryableChecker._TRANSIENT_ERROR_CODES
-    assert error.code not in ThrottledRetryableChecker._THROTTLED_ERROR_CODES
-
-
-def test_the_page_about_s3_lists_every_code_under_its_status() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "s3.md").read_text()
-    listed = {
-        code: int(status)
-        for status, codes in re.findall(r"^\| (\d{3}) \| ([A-Za-z0-9, ]+) \|$", page, re.MULTILINE)
-        for code in codes.split(", ")
-    }
-    assert listed == {code: S3Error(code).status for code in CODES}
-    for operation in Operation:
-        assert operation.value in page
-
-
-def test_an_unknown_code_cannot_be_raised() -> None:
-    with pytest.raises(KeyError):
-        S3Error("Oops")
 
 
 # --- addresses ---------------------------------------------------------------------------------------------------
@@ -359,118 +294,6 @@ def test_any_request_is_an_action_or_an_s3_error(method: str, path: str, query: 
     assert status in (OK, 400, 404, 405, 501)
 
 
-# --- conditions --------------------------------------------------------------------------------------------------
-BEFORE, THEN, AFTER = (
-    "Fri, 02 Jan 2026 03:04:04 GMT",
-    "Fri, 02 Jan 2026 03:04:05 GMT",
-    "Fri, 02 Jan 2026 03:04:06 GMT",
-)
-THEN_S = 1767323045
-
-READS = [
-    ({}, OK),
-    ({"if-match": '"e"'}, OK),
-    ({"if-match": "e"}, OK),
-    ({"if-match": "*"}, OK),
-    ({"if-match": '"x", "e"'}, OK),
-    ({"if-match": '"x"'}, FAILED),
-    ({"if-none-match": '"x"'}, OK),
-    ({"if-none-match": '"e"'}, SAME),
-    ({"if-none-match": 'W/"e"'}, SAME),
-    ({"if-none-match": "*"}, SAME),
-    ({"if-modified-since": BEFORE}, OK),
-    ({"if-modified-since": THEN}, SAME),
-    ({"if-modified-since": AFTER}, SAME),
-    ({"if-modified-since": "soon"}, OK),
-    ({"if-unmodified-since": BEFORE}, FAILED),
-    ({"if-unmodified-since": THEN}, OK),
-    ({"if-unmodified-since": "never"}, OK),
-    ({"if-match": '"e"', "if-unmodified-since": BEFORE}, OK),
-    ({"if-match": '"x"', "if-unmodified-since": AFTER}, FAILED),
-    ({"if-none-match": '"e"', "if-modified-since": BEFORE}, SAME),
-    ({"if-none-match": '"x"', "if-modified-since": AFTER}, OK),
-    ({"if-match": '"x"', "if-none-match": '"e"'}, FAILED),
-    ({"if-match": '"e"', "if-none-match": '"e"'}, SAME),
-    ({"if-unmodified-since": BEFORE, "if-none-match": '"e"'}, FAILED),
-]
-
-
-@pytest.mark.parametrize(("headers", "status"), READS, ids=str)
-def test_conditions_of_reads(headers: dict[str, str], status: int) -> None:
-    found = conditions.from_headers(request("/b/k", headers=headers))
-    assert bool(found) == any(text not in ("soon", "never") for text in headers.values())
-    assert status_of(conditions.check_read, found, "e", THEN_S) == status
-
-
-@pytest.mark.parametrize(("headers", "status"), READS, ids=str)
-def test_conditions_of_a_copy_source(headers: dict[str, str], status: int) -> None:
-    named = {f"x-amz-copy-source-{name}": value for name, value in headers.items()}
-    found = conditions.from_headers(request("/b/k", headers=named), b"x-amz-copy-source-")
-    expected = FAILED if status == SAME else status
-    assert status_of(conditions.check_source, found, "e", THEN_S) == expected
-    assert not conditions.from_headers(request("/b/k", headers=named))
-
-
-def test_not_modified_carries_the_etag() -> None:
-    with pytest.raises(S3Error) as caught:
-        conditions.check_read(Conditions(if_none_match=("e",)), "e", THEN_S)
-    assert caught.value.headers == {"ETag": '"e"', "Last-Modified": THEN}
-
-
-@pytest.mark.parametrize(
-    ("headers", "present", "absent"),
-    [
-        ({}, OK, OK),
-        ({"if-none-match": "*"}, FAILED, OK),
-        ({"if-none-match": '"e"'}, FAILED, OK),
-        ({"if-none-match": '"x"'}, OK, OK),
-        ({"if-match": '"e"', "if-none-match": '"x"'}, OK, 404),
-        ({"if-match": '"e"'}, OK, 404),
-        ({"if-match": '"x"'}, FAILED, 404),
-        ({"if-match": "*"}, OK, 404),
-        ({"if-match": '"e"', "if-none-match": "*"}, FAILED, 404),
-        ({"if-modified-since": THEN}, 501, 501),
-        ({"if-unmodified-since": THEN}, 501, 501),
-    ],
-    ids=str,
-)
-def test_conditions_of_writes(headers: dict[str, str], present: int, absent: int) -> None:
-    found = conditions.from_headers(request("/b/k", "PUT", headers=headers))
-    assert status_of(conditions.check_write, found, "e") == present
-    assert status_of(conditions.check_write, found, None) == absent
-
-
-@pytest.mark.parametrize(
-    ("headers", "present", "absent"),
-    [
-        ({}, OK, OK),
-        ({"if-match": '"e"'}, OK, 404),
-        ({"if-match": '"x"'}, FAILED, 404),
-        ({"x-amz-if-match-size": "7"}, OK, OK),
-        ({"x-amz-if-match-size": "8"}, FAILED, OK),
-        ({"x-amz-if-match-size": "-1"}, 400, 400),
-        ({"x-amz-if-match-last-modified-time": THEN}, OK, OK),
-        ({"x-amz-if-match-last-modified-time": "2026-01-02T03:04:05Z"}, OK, OK),
-        ({"x-amz-if-match-last-modified-time": BEFORE}, FAILED, OK),
-        ({"x-amz-if-match-last-modified-time": "yesterday"}, 400, 400),
-        ({"if-match": "*", "x-amz-if-match-size": "7", "x-amz-if-match-last-modified-time": THEN}, OK, 404),
-        (
-            {"if-match": "*", "x-amz-if-match-size": "8", "x-amz-if-match-last-modified-time": THEN},
-            FAILED,
-            404,
-        ),
-    ],
-    ids=str,
-)
-def test_conditions_of_deletions(headers: dict[str, str], present: int, absent: int) -> None:
-    def check(etag: str | None) -> None:
-        found = conditions.of_deletion(request("/b/k", "DELETE", headers=headers))
-        conditions.check_deletion(found, etag, 7, THEN_S)
-
-    assert status_of(check, "e") == present
-    assert status_of(check, None) == absent
-
-
 @pytest.mark.parametrize(
     ("headers", "code"),
     [
@@ -484,137 +307,3 @@ def test_preflight_requests(headers: dict[str, str], code: str) -> None:
         routing.refuse_unsigned(request("/b/k", "OPTIONS", headers=headers))
     assert caught.value.code == code
     routing.refuse_unsigned(request("/b/k", "GET"))
-
-
-def test_too_many_etags() -> None:
-    with pytest.raises(S3Error):
-        conditions.from_headers(request("/b/k", headers={"if-match": "," * 64}))
-
-
-@given(st.text(st.characters(max_codepoint=0xFF), max_size=50), st.sampled_from([name for name, _ in (
-    ("if-match", 0), ("if-none-match", 0), ("if-modified-since", 0), ("if-unmodified-since", 0))]))  # fmt: skip
-def test_any_condition_is_read(text: str, name: str) -> None:
-    found = conditions.from_headers(request("/b/k", headers={name: text}))
-    assert status_of(conditions.check_read, found, "e", THEN_S) in (OK, FAILED, SAME)
-
-
-# --- ranges ------------------------------------------------------------------------------------------------------
-WHOLE = "whole"
-UNSATISFIABLE = "416"
-
-
-@pytest.mark.parametrize(
-    ("header", "size", "found"),
-    [
-        (None, 10, WHOLE),
-        ("bytes=0-9", 10, Span(0, 10)),
-        ("bytes=0-0", 10, Span(0, 1)),
-        ("bytes=9-9", 10, Span(9, 10)),
-        ("bytes=5-", 10, Span(5, 10)),
-        ("bytes=-3", 10, Span(7, 10)),
-        ("bytes=-30", 10, Span(0, 10)),
-        ("bytes=0-52428799", 10, Span(0, 10)),
-        ("bytes=0-" + "9" * 90, 10, Span(0, 10)),
-        ("Bytes=01-2", 10, Span(1, 3)),
-        ("bytes= -1", 10, WHOLE),
-        ("bytes=0 -1", 10, WHOLE),
-        ("bytes=10-", 10, UNSATISFIABLE),
-        ("bytes=10-20", 10, UNSATISFIABLE),
-        ("bytes=-0", 10, UNSATISFIABLE),
-        ("bytes=0-", 0, UNSATISFIABLE),
-        ("bytes=-1", 0, UNSATISFIABLE),
-        ("bytes=0-0", 0, UNSATISFIABLE),
-        ("bytes=5-2", 10, WHOLE),
-        ("bytes=0-1,3-4", 10, WHOLE),
-        ("bytes=-", 10, WHOLE),
-        ("bytes=", 10, WHOLE),
-        ("bytes=a-b", 10, WHOLE),
-        ("bytes=1--2", 10, WHOLE),
-        ("bytes=+1-2", 10, WHOLE),
-        ("bytes=١-٢", 10, WHOLE),
-        ("items=0-1", 10, WHOLE),
-        ("0-1", 10, WHOLE),
-        ("", 10, WHOLE),
-    ],
-)
-def test_ranges(header: str | None, size: int, found: object) -> None:
-    if found == UNSATISFIABLE:
-        with pytest.raises(S3Error) as caught:
-            ranges.parse(header, size)
-        assert (caught.value.code, caught.value.status) == ("InvalidRange", 416)
-        assert caught.value.headers == {"Content-Range": f"bytes */{size}"}
-    else:
-        assert ranges.parse(header, size) == (None if found == WHOLE else found)
-
-
-@given(st.integers(0, 50), st.integers(0, 60), st.integers(0, 60))
-def test_a_range_is_a_slice(size: int, first: int, last: int) -> None:
-    data = bytes(range(size))
-    for header, expected in (
-        (f"bytes={first}-{last}", data[first : last + 1] if first <= last else data),
-        (f"bytes={first}-", data[first:]),
-        (f"bytes=-{last}", data[max(size - last, 0) :] if last else b""),
-    ):
-        try:
-            span = ranges.parse(header, size)
-        except S3Error:
-            assert expected == b""
-        else:
-            assert (data if span is None else data[span.start : span.end]) == expected
-            if span is not None:
-                assert span.size_bytes == len(expected) > 0
-                assert ranges.content_range(span, size) == f"bytes {span.start}-{span.end - 1}/{size}"
-
-
-@given(st.text(max_size=30), st.integers(0, 100))
-def test_any_range_lies_within_the_object(text: str, size: int) -> None:
-    if status_of(ranges.parse, f"bytes={text}", size) == OK:
-        span = ranges.parse(f"bytes={text}", size)
-        assert span is None or 0 <= span.start < span.end <= size
-
-
-def test_parts() -> None:
-    assert ranges.of_part((5, 5, 3), 2, 13) == Span(5, 10)
-    assert ranges.of_part((5, 5, 3), 3, 13) == Span(10, 13)
-    assert ranges.of_part((), 1, 13) == Span(0, 13)
-    assert ranges.of_part((), 1, 0) == Span(0, 0)
-    for sizes, number in (((5, 5, 3), 4), ((), 2), ((), 0)):
-        with pytest.raises(S3Error) as caught:
-            ranges.of_part(sizes, number, 13)
-        assert (caught.value.code, caught.value.status) == ("InvalidPartNumber", 416)
-
-
-@pytest.mark.parametrize(
-    ("header", "found"),
-    [
-        (None, Span(0, 10)),
-        ("bytes=0-9", Span(0, 10)),
-        ("bytes=3-3", Span(3, 4)),
-        ("bytes=0-10", None),
-        ("bytes=10-10", None),
-        ("bytes=3-2", None),
-        ("bytes=3-", None),
-        ("bytes=-3", None),
-        ("bytes=0-1,2-3", None),
-        ("0-1", None),
-    ],
-)
-def test_ranges_of_copies(header: str | None, found: Span | None) -> None:
-    if found is None:
-        with pytest.raises(S3Error) as caught:
-            ranges.of_copy(header, 10)
-        assert caught.value.code == "InvalidArgument"
-    else:
-        assert ranges.of_copy(header, 10) == found
-
-
-# --- ETags -------------------------------------------------------------------------------------------------------
-def test_etags() -> None:
-    assert etag.multipart([bytes(16)]) == "4ae71336e44bf9bf79d2752e234818a5-1"
-    assert etag.opaque(b"1") != etag.opaque(b"2")
-    assert etag.opaque(b"1").endswith("-1")
-    assert len(etag.opaque(b"1")) == 34
-    for text in ('"e"', "e", 'W/"e"', ' "e" '):
-        assert etag.unquote(text) == "e"
-    assert etag.unquote(etag.quote("a-1")) == "a-1"
-    assert etag.unquote('"') == '"'
