@@ -20,10 +20,10 @@ from kvfs.config.settings import ClusterSettings
 from kvfs.limits import MIB
 from kvfs.system.latencies import BOUNDS_S, Latencies
 from kvfs.system.metrics import HISTOGRAMS, METRICS, StatusCollector, exposition
-from tests.store.test_store_over_nvme import put, running, until_written
 from tests.support.cold import FolderBucket, options
 from tests.support.door import need_mount
 from tests.support.machines import write_secret
+from tests.support.nvme_stores import put, running, until_written
 from tests.support.service import ROOT, Service, run_kvfs
 from tiers.cluster.directory import Directory
 from tiers.eviction.policy import policy_named

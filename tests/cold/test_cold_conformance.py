@@ -10,8 +10,8 @@ import pytest
 from kvfs.limits import MIB
 from tests.cold.test_cold_tier import running, short_waits, tier_of
 from tests.conformance.lower_suite import OBJECT_BYTES, Lower, LowerSuite
-from tests.store.test_store_over_nvme import put
 from tests.support.cold import FolderBucket, options
+from tests.support.nvme_stores import put
 from tests.support.waits import until
 from tiers.model.objects import Name
 

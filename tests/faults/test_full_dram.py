@@ -25,10 +25,10 @@ from kvfs.client.read_path import ServedReader
 from kvfs.client.transport import Deadline
 from kvfs.keys import block_name
 from kvfs.protocol.messages import ExtentResult, Op
-from tests.store.test_store_over_nvme import data_of as bytes_of
-from tests.store.test_store_over_nvme import put, running, until_written
 from tests.support.door import need_mount
 from tests.support.gateway import Gateway, gateway
+from tests.support.nvme_stores import data_of as bytes_of
+from tests.support.nvme_stores import put, running, until_written
 from tests.support.service import sink
 from tests.support.stores import NAMESPACE
 from tests.support.waits import eventually

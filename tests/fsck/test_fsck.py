@@ -28,7 +28,7 @@ from kvfs.formats import (
     SegmentState,
 )
 from kvfs.limits import MIB
-from tests.store.test_store_over_nvme import data_of, fill, put, put_block, read, running, until_written
+from tests.support.nvme_stores import data_of, fill, put, put_block, read, running, until_written
 from tests.support.one_store import abandon
 from tests.support.seeds import SEED
 from tests.support.service import ROOT, run_kvfs

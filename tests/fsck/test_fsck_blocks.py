@@ -18,8 +18,8 @@ from kvfs.errors import NotFound
 from kvfs.keys import block_name
 from kvfs.limits import MIB
 from kvfs.system import crashpoints
-from tests.store.test_store_over_nvme import put, put_block, running
 from tests.support.killed_kvfs import MODULE
+from tests.support.nvme_stores import put, put_block, running
 from tests.support.one_store import abandon
 from tests.support.service import run_kvfs
 from tests.support.stores import NAMESPACE

@@ -12,7 +12,7 @@ import trio
 from kvfs.cli.offline.fsck_command import _check
 from kvfs.limits import MIB
 from kvfs.system import crashpoints
-from tests.store.test_store_over_nvme import DRAM, nvme_of, put, running
+from tests.support.nvme_stores import DRAM, nvme_of, put, running
 from tests.support.waits import WAIT_S
 from tiers.model.objects import Name, ObjectInfo
 from tiers.store.store import Store

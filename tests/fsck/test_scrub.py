@@ -14,10 +14,10 @@ from trio.testing import MockClock
 from kvfs import limits
 from kvfs.errors import Corrupt, NotFound
 from kvfs.limits import KIB, MIB
-from tests.store.test_store_over_nvme import data_of, flip, put, put_block, read, running, until_written
 from tests.support import stores
 from tests.support.block_batches import Block, open_blocks
 from tests.support.door import need_mount
+from tests.support.nvme_stores import data_of, flip, put, put_block, read, running, until_written
 from tests.support.service import Service
 from tests.support.small_store import checksums
 from tests.support.stores import NAMESPACE, small_store

@@ -20,7 +20,7 @@ from kvfs import limits
 from kvfs.cli.offline.fsck_command import _check as fsck
 from kvfs.errors import DeviceMissing, NoSpace, NotFound, ObjectTooLarge, WriterActive
 from kvfs.limits import MIB
-from tests.store.test_store_over_nvme import put, running
+from tests.support.nvme_stores import put, running
 from tests.support.seeds import rounds
 from tests.support.waits import WAIT_S
 from tiers.device.threads import thread_device
@@ -198,7 +198,7 @@ async def test_who_has_it_open_reads_it_whatever_happens_to_the_name(tmp_path: P
 
 async def test_a_removed_block_that_was_moved_does_not_come_back(tmp_path: Path) -> None:
     """A block needs no META to count, so each move of a held one has its deletion behind it."""
-    from tests.store.test_store_over_nvme import put_block, until_written
+    from tests.support.nvme_stores import put_block, until_written
     from tests.support.stores import NAMESPACE
 
     digest = b"\x07" * 16

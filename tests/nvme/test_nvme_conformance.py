@@ -10,7 +10,7 @@ import trio
 
 from kvfs.limits import MIB
 from tests.conformance.lower_suite import OBJECT_BYTES, Lower, LowerSuite
-from tests.store.test_store_over_nvme import nvme_of, put, running
+from tests.support.nvme_stores import nvme_of, put, running
 from tests.support.waits import WAIT_S
 from tiers.model.objects import Name
 

@@ -17,9 +17,9 @@ from kvfs import limits
 from kvfs.errors import DeviceAway, DeviceFailed, NotFound
 from kvfs.formats import SegmentState
 from tests.conformance.device_suite import PAGE, checksum, put
-from tests.store.test_store_over_nvme import data_of, fill, nvme_of, read, running, until_written
-from tests.store.test_store_over_nvme import put as put_object
 from tests.support.faulty_device import SilentOperations, silent_device
+from tests.support.nvme_stores import data_of, fill, nvme_of, read, running, until_written
+from tests.support.nvme_stores import put as put_object
 from tests.support.waits import WAIT_S, until
 from tiers.device import files
 from tiers.device.files import FileDevice

@@ -19,8 +19,8 @@ import trio
 from kvfs.cli import main
 from kvfs.errors import OutOfResources
 from kvfs.index.names import NameIndex
-from tests.store.test_store_over_nvme import running
 from tests.support.door import ON_DIRECTORY, need_mount
+from tests.support.nvme_stores import running
 from tests.support.seeds import SEED
 from tests.support.service import Service, ServiceFailed
 from tiers.recovery.index_check import MARK, IndexReader, IndexWalk

@@ -11,7 +11,7 @@ from typing import Any
 import trio
 
 from kvfs.protocol.messages import ExtentAnswer, Op
-from tests.store.test_store_over_nvme import data_of, put, running, until_written
+from tests.support.nvme_stores import data_of, put, running, until_written
 from tests.support.waits import WAIT_S
 from tiers.model.objects import Name
 from tiers.sessions.answers import send_objects

@@ -19,7 +19,9 @@ from kvfs.cli.offline.fsck_command import Exit, _check
 from kvfs.errors import NotFound
 from kvfs.keys import block_name
 from kvfs.limits import MIB
-from tests.store.test_store_over_nvme import (
+from tests.support.crash_load import audit
+from tests.support.killed_stores import crash
+from tests.support.nvme_stores import (
     data_of,
     flip,
     nvme_of,
@@ -29,8 +31,6 @@ from tests.store.test_store_over_nvme import (
     running,
     until_written,
 )
-from tests.support.crash_load import audit
-from tests.support.killed_stores import crash
 from tests.support.stores import NAMESPACE
 from tests.support.waits import WAIT_S
 from tiers.model.objects import Name
