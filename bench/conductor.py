@@ -20,6 +20,7 @@ from bench.measure import Plan, Result, Side, compare
 from kvfs._native.cluster.index import ClusterIndex
 from kvfs._native.cluster.route import Choice, Router
 from kvfs.errors import DeviceMissing
+from kvfs.keys import HASH_BYTES, split_keys
 from kvfs.limits import GIB, MAX_BLOCK_SOURCES, MAX_CONDUCTOR_INSTANCES
 from scheduler.routing.cluster import Cluster, uniform_cluster
 from scheduler.routing.commitments import Ledger
@@ -45,7 +46,6 @@ UPDATE_BLOCKS: Final = 64
 """Blocks of one event."""
 TIERS: Final = MAX_BLOCK_SOURCES // MAX_CONDUCTOR_INSTANCES
 LEAST_FREE_BYTES: Final = 2 * GIB
-HASH_BYTES: Final = 16
 COSTS: Final = table_costs()
 
 
@@ -140,9 +140,7 @@ def _twins() -> Twins:
     systems = [draw.randbytes(HASH_BYTES * SHARED_BLOCKS) for _ in range(SYSTEM_PROMPTS)]
     while len(index) < BLOCKS:
         prompt = draw.choice(systems) + draw.randbytes(HASH_BYTES * (PROMPT_BLOCKS - SHARED_BLOCKS))
-        numbers = [
-            int.from_bytes(prompt[at : at + HASH_BYTES], "big") for at in range(0, len(prompt), HASH_BYTES)
-        ]
+        numbers = [int.from_bytes(key, "big") for key in split_keys(prompt)]
         for source in draw.sample(range(INSTANCES), draw.choice((1, 1, 2, 3))):
             index.add(source, prompt)
             for number in numbers:

@@ -22,7 +22,7 @@ from typing import Final
 from bench import keys
 from bench.measure import Plan, Result, Side, compare
 from kvfs._native.cluster.index import ClusterIndex
-from kvfs.keys import HASH_BYTES, prefix_hashes
+from kvfs.keys import HASH_BYTES, prefix_hashes, split_keys
 from scheduler.routing.prefix_index import PrefixIndex
 
 TOKENS: Final = 4_096
@@ -158,7 +158,7 @@ def _prompt(number: int) -> array[int]:
 
 
 def _numbers(hashes: bytes) -> list[int]:
-    return [int.from_bytes(hashes[at : at + HASH_BYTES], "big") for at in range(0, len(hashes), HASH_BYTES)]
+    return [int.from_bytes(key, "big") for key in split_keys(hashes)]
 
 
 # --- the queries -----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from bench.measure import Plan, Result, Side, compare
 from bench.places import tmpfs
 from kvfs._native.shared.table import Table
 from kvfs.errors import DeviceMissing
+from kvfs.keys import key_at
 from kvfs.limits import GIB
 
 MATCHED: Final = 64
@@ -49,13 +50,10 @@ def _matcher(stack: ExitStack, place: Path, count: int) -> Callable[[int], None]
     keys = os.urandom(16 * count)
     table = Table.create(place / str(count), bytes(16), 1, ENTRIES[count])
     stack.callback(table.close)
-    for at in range(0, len(keys), 16):
-        table.put(keys[at : at + 16], 2, 0, 2, 4096)
+    for n in range(count):
+        table.put(key_at(keys, n), 2, 0, 2, 4096)
     draw = Random(count).randrange
-    prompts = [
-        b"".join(keys[at : at + 16] for at in (16 * draw(count) for _ in range(MATCHED)))
-        for _ in range(PROMPTS)
-    ]
+    prompts = [b"".join(key_at(keys, draw(count)) for _ in range(MATCHED)) for _ in range(PROMPTS)]
 
     def match(n: int) -> None:
         if table.match(prompts[n % PROMPTS]) != MATCHED:

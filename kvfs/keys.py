@@ -32,7 +32,16 @@ if TYPE_CHECKING:
 
     Tokens = Buffer | Sequence[int] | _Array
 
-__all__ = ["Namespace", "block_name", "parse_block_name", "prefix_hashes", "tail_hash", "xxh3_64"]
+__all__ = [
+    "Namespace",
+    "block_name",
+    "key_at",
+    "parse_block_name",
+    "prefix_hashes",
+    "split_keys",
+    "tail_hash",
+    "xxh3_64",
+]
 
 HASH_BYTES: Final = DIGEST_BYTES
 _ALGORITHMS: Final = {"sha256": SHA256, "xxh3_128": XXH3_128}
@@ -73,6 +82,16 @@ def tail_hash(
             f"a partial block has 1 to {namespace.block_tokens - 1} tokens in this namespace, not {count}"
         )
     return _hash(namespace, view, parent, (extra,), tail=True)
+
+
+def split_keys(joined: bytes) -> list[bytes]:
+    """Split several prefix hashes in one bytes object into one each."""
+    return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
+
+
+def key_at(joined: bytes, index: int) -> bytes:
+    """Return one of several prefix hashes in one bytes object; behind the last one nothing. REQUIRES index >= 0."""
+    return joined[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
 
 def block_name(digest: bytes) -> bytes:

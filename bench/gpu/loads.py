@@ -24,8 +24,8 @@ import kvfs
 from bench.gpu.llama import BLOCK_BYTES, PagedCache, namespace_of
 from kvfs._native.cuda.driver import open_driver
 from kvfs.client.blocks import Blocks
-from kvfs.client.session import split_keys
 from kvfs.connectors.device.pooled import PooledBlocks
+from kvfs.keys import split_keys
 
 ROUNDS = 7
 FILLS = 200

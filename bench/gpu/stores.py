@@ -25,11 +25,11 @@ import torch
 import kvfs
 from bench.gpu.llama import BLOCK_BYTES, PagedCache, namespace_of
 from kvfs.client.blocks import Blocks
-from kvfs.client.session import split_keys
 from kvfs.connectors.common import Link
 from kvfs.connectors.device.stores import DeviceStores
 from kvfs.connectors.vllm_layout import Shard
 from kvfs.connectors.vllm_stores import Part, Stores
+from kvfs.keys import split_keys
 from kvfs.limits import CONNECTOR_STORE_BYTES
 
 ROUNDS = 7

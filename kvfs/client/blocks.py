@@ -37,12 +37,12 @@ from kvfs.client.device_pool import DevicePool, Earlier, attach_pool, no_places
 from kvfs.client.grants import Grants
 from kvfs.client.layers import Loading
 from kvfs.client.read_path import BlockReader, LocalReader, ServedReader
-from kvfs.client.session import AT_ONCE, BlockSession, Live, batches, choose_keys, key_at, parents_of
+from kvfs.client.session import AT_ONCE, BlockSession, Live, batches, choose_keys, parents_of
 from kvfs.client.transport import Deadline, Transport
 from kvfs.client.workers import Workers
 from kvfs.client.write_path import Refiller, put_some, seal_rest, seal_when_closed
 from kvfs.errors import InvalidRequest, KvfsError, LimitExceeded, NotFound, SessionClosed
-from kvfs.keys import block_name
+from kvfs.keys import block_name, key_at
 from kvfs.protocol.messages import DIGEST_BYTES, Op, text
 
 T = TypeVar("T")

@@ -30,9 +30,10 @@ from kvfs._native.cuda.driver import Context, Driver
 from kvfs._native.hbm.hazards import ClientHazards
 from kvfs.client.exchange import Exchange
 from kvfs.client.kept_blocks import KeptSegment, KnownBlock, KnownBlocks
-from kvfs.client.session import batches, choose_keys, digests_text, split_keys
+from kvfs.client.session import batches, choose_keys, digests_text
 from kvfs.client.transport import Deadline, Transport, close_all
 from kvfs.errors import Busy, KvfsError, Superseded
+from kvfs.keys import split_keys
 from kvfs.protocol.messages import Op
 
 log = logging.getLogger("kvfs.client")

@@ -26,6 +26,7 @@ from kvfs.client.exchange import Exchange, check
 from kvfs.client.grants import Grants
 from kvfs.client.transport import Deadline, Transport
 from kvfs.errors import AccessDenied, DeadlinePassed, InvalidRequest, SessionClosed, block_error, status_error
+from kvfs.keys import key_at
 from kvfs.protocol.messages import (
     DIGEST_BYTES,
     NO_PARENT,
@@ -268,16 +269,6 @@ def parents_of(parents: Sequence[bytes | None] | None, count: int) -> list[bytes
         if parent is not None and len(parent) != len(NO_PARENT):
             raise InvalidRequest(f"a parent is a prefix hash of 16 bytes, not {parent!r:.80}")
     return [parent or NO_PARENT for parent in parents]
-
-
-def key_at(joined: bytes, number: int) -> bytes:
-    """Return one of several prefix hashes in one bytes object."""
-    return joined[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-
-
-def split_keys(joined: bytes) -> list[bytes]:
-    """Return several prefix hashes in one bytes object as one each."""
-    return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
 
 
 def choose_keys(joined: bytes, which: Sequence[int]) -> bytes:

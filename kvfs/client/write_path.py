@@ -22,9 +22,10 @@ from contextlib import suppress
 from kvfs import limits
 from kvfs._native.blocks.writer import Draft, Put, put_blocks, write_drafts
 from kvfs.client.grants import Grants, Spare
-from kvfs.client.session import Live, key_at
+from kvfs.client.session import Live
 from kvfs.client.transport import Deadline, Transport, close_all
 from kvfs.errors import KvfsError, SessionClosed, WriterActive, status_error
+from kvfs.keys import key_at
 from kvfs.protocol.messages import Abort, Reserve
 
 _BUSY_PAUSE_S = 0.001

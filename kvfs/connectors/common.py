@@ -29,6 +29,7 @@ from typing import Any, Final, TypeVar
 from kvfs.client import Client, connect
 from kvfs.client.blocks import Blocks
 from kvfs.errors import DeadlinePassed, InvalidRequest, KvfsError, NotFound, ProtocolError, SessionClosed
+from kvfs.keys import key_at
 from kvfs.limits import (
     CONNECTOR_MATCH_S,
     CONNECTOR_RETRY_S,
@@ -252,9 +253,7 @@ class LowerTiers:
         if self._missed:
             return
         below = blocks.below_dram(keys, timeout_s=CONNECTOR_MATCH_S)
-        missed = [
-            keys[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] for i, is_below in enumerate(below) if is_below
-        ]
+        missed = [key_at(keys, i) for i, is_below in enumerate(below) if is_below]
         self._missed = b"".join(missed[:CONNECTOR_TRIAL_BLOCKS])
         if self._missed:
             log.warning("blocks below DRAM do not come up: only what is in DRAM is read until they do")

@@ -30,7 +30,7 @@ from kvfs.connectors.common import (
 )
 from kvfs.connectors.memory import Contents
 from kvfs.errors import InvalidRequest
-from kvfs.keys import HASH_BYTES, prefix_hashes
+from kvfs.keys import HASH_BYTES, prefix_hashes, split_keys
 from kvfs.namespaces import Namespace
 
 
@@ -114,7 +114,7 @@ class PromptCache:
         # [layer, key or value, head, token, element] -> [block, layer, key or value, token, head, element]
         whole = torch.stack(layers).reshape(self._layers, 2, self._heads, count, tokens, self._elements)
         whole = whole.permute(3, 0, 1, 4, 2, 5).contiguous().cpu()
-        split = [keys[at : at + HASH_BYTES] for at in range(0, len(keys), HASH_BYTES)]
+        split = split_keys(keys)
         new: list[bool] = []
         return sum(self._link.attempt(lambda: blocks.put(split, list(whole), chain_parents(split)), new))
 

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from kvfs.client.blocks import Blocks
+from kvfs.client.session import choose_keys
 from kvfs.connectors.adapters import Adapter, Adapters
 from kvfs.connectors.common import VLLM_LOG, Link, LowerTiers, new_epoch
 from kvfs.connectors.remote.vllm_fetches import Fetch, PeerFetches
@@ -337,7 +338,7 @@ class Planner:
             for keys in run.keys.values():
                 missed = keys
                 if which is not None:
-                    missed = b"".join(keys[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in which)
+                    missed = choose_keys(keys, which)
                 if blocks is not None:
                     self._link.attempt(partial(self._lower.failed, blocks, missed), None)
 

@@ -35,7 +35,6 @@ from kvfs._native.cuda.driver import Context, open_driver
 from kvfs.client.blocks import Blocks
 from kvfs.client.device_pool import DevicePool, Earlier
 from kvfs.client.layers import Loading
-from kvfs.client.session import split_keys
 from kvfs.connectors.adapters import LoadedAdapters
 from kvfs.connectors.common import Link, chain_parents
 from kvfs.connectors.device.copies import DeviceCopies
@@ -45,6 +44,7 @@ from kvfs.connectors.vllm_scheduler import BlockRun, Plan, Rank
 from kvfs.connectors.vllm_stores import Part, Stores
 from kvfs.connectors.vllm_weights import Watch
 from kvfs.errors import DeadlinePassed, KvfsError, SessionClosed
+from kvfs.keys import split_keys
 from kvfs.limits import (
     CONNECTOR_COPY_S,
     CONNECTOR_LOADS,

@@ -16,10 +16,10 @@ Concurrency: one thread; the caller says what time it is.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvfs.keys import HASH_BYTES
+from kvfs.keys import HASH_BYTES, split_keys
 from kvfs.limits import COPY_ORDER_S, MAX_COOL_ORDERS, MAX_COOLED_BLOCKS, MAX_HOT_RUNS
 from scheduler.conductor.sources import StreamName
 from scheduler.routing.replication import LEAST_COPY_HEAT, is_cold
@@ -41,17 +41,13 @@ class NamedBlocks(NamedTuple):
         """Return how many they are."""
         return len(self.hashes) // HASH_BYTES
 
-    def split(self) -> Iterator[bytes]:
-        """Yield their keys."""
-        return (self.hashes[at : at + HASH_BYTES] for at in range(0, len(self.hashes), HASH_BYTES))
-
     def as_json(self) -> dict[str, Any]:
         """Return them as JSON values, as nodes read them."""
         return {
             "namespace": self.namespace.hex(),
             "model": self.model.hex(),
             "group": self.group,
-            "hashes": [key.hex() for key in self.split()],
+            "hashes": [key.hex() for key in split_keys(self.hashes)],
         }
 
 
@@ -156,5 +152,8 @@ class CoolOrders:
 
 def _among(parts: Parts, keys: Container[bytes]) -> Parts:
     """Return those of some blocks that have one of these keys."""
-    left = (part._replace(hashes=b"".join(key for key in part.split() if key in keys)) for part in parts)
+    left = (
+        part._replace(hashes=b"".join(key for key in split_keys(part.hashes) if key in keys))
+        for part in parts
+    )
     return tuple(part for part in left if part.hashes)

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from kvfs._native.cluster.index import ClusterIndex
 from kvfs.errors import NotFound
-from kvfs.keys import HASH_BYTES
+from kvfs.keys import HASH_BYTES, key_at, split_keys
 from kvfs.limits import (
     COPY_BACKOFF_S,
     COPY_ORDER_S,
@@ -97,7 +97,7 @@ class CopyOrder(NamedTuple):
     @property
     def keys(self) -> list[bytes]:
         """Return the keys of all blocks."""
-        return [key for part in self.parts for key in part.split()]
+        return [key for part in self.parts for key in split_keys(part.hashes)]
 
     def as_json(self) -> dict[str, Any]:
         """Return the order as JSON values, as nodes read it."""
@@ -187,7 +187,7 @@ class CopyOrders:
         self._drop(key)
         self._runs[key] = run
         self._hashes += len(run.hashes) // HASH_BYTES
-        self._beginning.setdefault(run.hashes[:HASH_BYTES], set()).add(key)
+        self._beginning.setdefault(key_at(run.hashes, 0), set()).add(key)
         while len(self._runs) > MAX_HOT_RUNS or self._hashes > MAX_HOT_HASHES:
             oldest = next(iter(self._runs))
             self._drop(oldest)
@@ -198,7 +198,7 @@ class CopyOrders:
         if run is None:
             return
         self._hashes -= len(run.hashes) // HASH_BYTES
-        first = run.hashes[:HASH_BYTES]
+        first = key_at(run.hashes, 0)
         self._beginning[first].discard(key)
         if not self._beginning[first]:
             del self._beginning[first]
@@ -253,7 +253,8 @@ class CopyOrders:
         held = list(nodes)
         for part in parts:
             if part.group:
-                held = [node for node in held if _has_windows(node.stream, part)]
+                keys = split_keys(part.hashes)
+                held = [node for node in held if _has_windows(node.stream, keys)]
             else:
                 depths = self._index.depths(part.hashes, [node.mask for node in held], limited=False)
                 held = [node for node, depth in zip(held, depths, strict=True) if depth == part.block_count]
@@ -301,7 +302,7 @@ class CopyOrders:
         full = NamedBlocks(pool.namespace.digest, self._index.lacking(hashes, target.mask))
         return tuple(
             blocks._replace(hashes=b"".join(keys[at : at + MAX_ORDER_BLOCKS]))
-            for blocks, all_keys in (*wanted, (full, [*full.split()]))
+            for blocks, all_keys in (*wanted, (full, split_keys(full.hashes)))
             if (keys := [key for key in all_keys if key not in under_way])
             for at in range(0, len(keys), MAX_ORDER_BLOCKS)
         )
@@ -355,10 +356,10 @@ class _Copies:
 
     def apart(self, run: int, node: StreamName) -> set[bytes]:
         hashes = self._orders.hashes_of(run)
-        first = _most_in_common(hashes, self._warm_runs(hashes[:HASH_BYTES]))
+        first = _most_in_common(hashes, self._warm_runs(key_at(hashes, 0)))
         beside = _beside(self._nodes[node].stream, self._pool.layers, hashes)
         keys = {key for at, _, key in beside if at >= first}
-        return keys.union(NamedBlocks(b"", hashes[first * HASH_BYTES :]).split())
+        return keys.union(split_keys(hashes[first * HASH_BYTES :]))
 
 
 def _nodes(pool: Pool, now_s: float) -> dict[StreamName, Node]:
@@ -386,7 +387,7 @@ def _beside(stream: Stream, model: bytes, hashes: bytes) -> Iterator[tuple[int, 
     for place in stream.windows:
         if place.model == model and stream.window_blocks is not None:
             for at in place.window.read_before(len(hashes) // HASH_BYTES):
-                anchor = hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+                anchor = key_at(hashes, at)
                 for group, key in stream.window_blocks.beside(place, anchor):
                     yield at, group, key
 
@@ -406,13 +407,13 @@ def _in_common(one: bytes, other: bytes) -> int:
     return bisect_left(
         range(min(len(one), len(other)) // HASH_BYTES),
         True,
-        key=lambda at: not other.startswith(one[at * HASH_BYTES : (at + 1) * HASH_BYTES], at * HASH_BYTES),
+        key=lambda at: not other.startswith(key_at(one, at), at * HASH_BYTES),
     )
 
 
-def _has_windows(stream: Stream, part: NamedBlocks) -> bool:
+def _has_windows(stream: Stream, keys: Sequence[bytes]) -> bool:
     there = stream.window_blocks
-    return there is not None and all(key in there for key in part.split())
+    return there is not None and all(key in there for key in keys)
 
 
 def _pieces(wanted: Wanted, first: int, end: int) -> Iterator[bytes]:

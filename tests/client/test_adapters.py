@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfs.client.session import split_keys
 from kvfs.connectors.adapters import Adapters, LoadedAdapters
 from kvfs.connectors.vllm_scheduler import Planner, Step
+from kvfs.keys import split_keys
 from kvfs.namespaces import Namespace
 from tests.support.seeds import rounds
 from tests.support.stores import NAMESPACE

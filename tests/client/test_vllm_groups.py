@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfs import prefix_hashes
-from kvfs.client.session import split_keys
 from kvfs.connectors.vllm_group_planner import NULL_BLOCK, GroupPlanner
 from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step
 from kvfs.errors import DeadlinePassed, InvalidRequest
 from kvfs.groups import Group, Kept, checkpoint_every, longest_prefix
+from kvfs.keys import split_keys
 from kvfs.limits import CONNECTOR_RETRY_S, CONNECTOR_WINDOWS
 from kvfs.namespace_groups import FULL_TOKENS
 from kvfs.namespaces import Namespace

@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfs.client.session import split_keys
 from kvfs.connectors.vllm_scheduler import Planner, Step
 from kvfs.errors import DeadlinePassed
+from kvfs.keys import split_keys
 from kvfs.limits import CONNECTOR_RETRY_S
 from tests.support.vllm_planners import (
     BLOCK,

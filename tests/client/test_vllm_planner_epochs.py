@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfs.client.session import split_keys
 from kvfs.connectors.vllm_scheduler import Planner, Step
+from kvfs.keys import split_keys
 from tests.support.vllm_planners import (
     BLOCK,
     FakeLink,

@@ -209,9 +209,9 @@ def test_a_service_that_is_gone_costs_nothing_once_it_is_back(service: Service, 
 
 
 def test_blocks_follow_their_anchors_where_a_run_names_them() -> None:
-    from kvfs.client.session import split_keys
     from kvfs.connectors.vllm_scheduler import BlockRun
     from kvfs.connectors.vllm_worker import _step_of
+    from kvfs.keys import split_keys
 
     keys, anchors = bytes(range(32)), bytes(range(32, 64))
     chain = BlockRun("chain", [1, 2], {RANK: keys}, {RANK: bytes(16)})

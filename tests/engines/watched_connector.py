@@ -16,7 +16,7 @@ from typing import Any
 
 from kvfs.connectors.vllm import KVFSConnector, KVFSMetadata
 from kvfs.connectors.vllm_scheduler import BlockRun
-from kvfs.keys import HASH_BYTES
+from kvfs.keys import key_at
 
 _POLL_S = 0.01
 
@@ -49,7 +49,7 @@ class WatchedConnector(KVFSConnector):
         for rank, keys in run.keys.items():
             blocks = self._link.open(self.planner._namespaces[rank])
             assert blocks is not None
-            blocks.remove(keys[index * HASH_BYTES :][:HASH_BYTES])
+            blocks.remove(key_at(keys, index))
 
 
 def wait_at_gate() -> None:

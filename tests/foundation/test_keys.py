@@ -20,7 +20,16 @@ from hypothesis import strategies as st
 from bench import keys as bench_keys
 from kvfs._native.hash import hashing
 from kvfs.errors import DeviceMissing, InvalidNamespace, InvalidRequest, LimitExceeded
-from kvfs.keys import Namespace, block_name, parse_block_name, prefix_hashes, tail_hash, xxh3_64
+from kvfs.keys import (
+    Namespace,
+    block_name,
+    key_at,
+    parse_block_name,
+    prefix_hashes,
+    split_keys,
+    tail_hash,
+    xxh3_64,
+)
 from kvfs.limits import MAX_BLOCK_TOKENS, MAX_EXTRA_BYTES, MAX_HASH_TOKENS, MAX_NAMESPACE_BYTES
 
 DESCRIPTION: dict[str, Any] = {
@@ -155,10 +164,6 @@ namespaces = st.builds(
 )
 
 
-def split(hashes: bytes) -> list[bytes]:
-    return [hashes[start : start + 16] for start in range(0, len(hashes), 16)]
-
-
 @given(namespace=namespaces, tokens=st.lists(token, max_size=200), data=st.data())
 def test_equals_the_independent_implementation(
     namespace: Namespace, tokens: list[int], data: st.DataObject
@@ -168,8 +173,9 @@ def test_equals_the_independent_implementation(
     blocks = len(tokens) // namespace.block_tokens
     extra = data.draw(st.none() | st.lists(st.binary(max_size=9), min_size=blocks, max_size=blocks))
     parent = data.draw(st.none() | st.binary(min_size=16, max_size=16))
-    hashes = split(prefix_hashes(namespace, tokens, parent=parent, extra=extra))
-    assert hashes == reference_chain(description, tokens, parent, extra)
+    joined = prefix_hashes(namespace, tokens, parent=parent, extra=extra)
+    hashes = reference_chain(description, tokens, parent, extra)
+    assert split_keys(joined) == [key_at(joined, index) for index in range(blocks)] == hashes
     if rest := tokens[blocks * namespace.block_tokens :]:
         before = hashes[-1] if hashes else parent or namespace.digest
         assert tail_hash(namespace, rest, parent=before, extra=b"x") == reference_tail(
@@ -191,7 +197,7 @@ def test_every_token_matters(namespace: Namespace, tokens: list[int], data: st.D
     """A changed token changes its block and all later ones, and none before."""
     at = data.draw(st.integers(0, len(tokens) - 1))
     changed = [*tokens[:at], tokens[at] ^ 1 << data.draw(st.integers(0, 31)), *tokens[at + 1 :]]
-    before, after = split(prefix_hashes(namespace, tokens)), split(prefix_hashes(namespace, changed))
+    before, after = (split_keys(prefix_hashes(namespace, each)) for each in (tokens, changed))
     same = at // namespace.block_tokens
     assert before[:same] == after[:same]
     assert not set(before[same:]) & set(after[same:])
@@ -201,7 +207,7 @@ def test_every_token_matters(namespace: Namespace, tokens: list[int], data: st.D
 def test_namespaces_never_meet(first: Namespace, second: Namespace, tokens: list[int]) -> None:
     assume(first != second)
     assert first.digest != second.digest
-    assert not set(split(prefix_hashes(first, tokens))) & set(split(prefix_hashes(second, tokens)))
+    assert not set(split_keys(prefix_hashes(first, tokens))) & set(split_keys(prefix_hashes(second, tokens)))
 
 
 def test_every_field_separates() -> None:

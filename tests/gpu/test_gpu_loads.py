@@ -12,6 +12,7 @@ import pytest
 from kvfs._native.cuda.driver import Context
 from kvfs.connectors.device import buffers, loads
 from kvfs.connectors.device.loads import DeviceLoads
+from kvfs.keys import key_at
 from tests.support.caches_on_device import CacheShape
 from tests.support.gpu_memory import DeviceMemory, HostMemory
 from tests.support.seeds import SEED
@@ -37,7 +38,7 @@ class Blocks:
         assert left_s > 0
         sizes = []
         for row in range(len(keys) // 16):
-            data = self.stored.get(keys[16 * row : 16 * row + 16])
+            data = self.stored.get(key_at(keys, row))
             if data is not None:
                 start = places.offsets[row]
                 places.bases[0][start : start + len(data)] = data

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvfs._native.catalog.block_index import BlockIndex
 from kvfs.errors import InvalidRequest
+from kvfs.keys import split_keys
 
 KEYS = [bytes([first]) + bytes([second]) * 15 for first in (0, 7, 255) for second in range(5)]
 Fields = tuple[int, int, int, int, int, bool, bytes | None]
@@ -63,8 +64,7 @@ def check(index: BlockIndex, model: Model) -> None:
             assert index.shelf(bucket, first) == expected
             assert index.shelf_blocks(bucket, first) == len(expected)
     order = sorted(model.blocks, key=lambda key: model.blocks[key][3])
-    found = index.keys()
-    listed = [bytes(found[at : at + 16]) for at in range(0, len(found), 16)]
+    listed = split_keys(bytes(index.keys()))
     assert [model.blocks[key][3] for key in listed] == [model.blocks[key][3] for key in order]
     assert set(listed) == set(order)
 

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvfs._native.cluster.index import MAX_SOURCES, MAX_STRIDE, MAX_WINDOWS, ClusterIndex
 from kvfs.errors import InvalidRequest
+from kvfs.keys import split_keys
 
 SOURCES = [0, 1, 2, 63, 64, 1000, 1023]
 KEYS = [number.to_bytes(2, "big") * 8 for number in range(40)]
@@ -174,8 +175,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(source=sources)
     def list_all(self, source: int) -> None:
-        listed = self.index.manifest(source)
-        found = [listed[at : at + 16] for at in range(0, len(listed), 16)]
+        found = split_keys(self.index.manifest(source))
         assert sorted(found) == sorted(self.model.of(source))
 
     @invariant()

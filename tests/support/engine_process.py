@@ -23,7 +23,7 @@ import trio
 
 from kvfs.events.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvfs.events.sockets import Publisher
-from kvfs.keys import HASH_BYTES, prefix_hashes
+from kvfs.keys import prefix_hashes, split_keys
 from scheduler.routing.cost import CostModel, table_costs
 from scheduler.simulation.nodes import BlockLru
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE
@@ -105,11 +105,9 @@ class EngineProcess:
         return next((at for at, name in enumerate(hashes) if name not in self.cache), len(hashes))
 
     def _names_of(self, tokens: list[int]) -> list[int]:
-        joined = prefix_hashes(NAMESPACE, tokens)
-        hashes = [int.from_bytes(joined[at : at + 8], "big") for at in range(0, len(joined), HASH_BYTES)]
-        self.names |= {
-            name: joined[at * HASH_BYTES : (at + 1) * HASH_BYTES] for at, name in enumerate(hashes)
-        }
+        keys = split_keys(prefix_hashes(NAMESPACE, tokens))
+        hashes = [int.from_bytes(key[:8], "big") for key in keys]
+        self.names |= dict(zip(hashes, keys, strict=True))
         return hashes
 
     def _store(self, tokens: list[int], hashes: list[int]) -> None:

@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 import trio
 
-from kvfs.keys import HASH_BYTES, prefix_hashes
+from kvfs.keys import prefix_hashes, split_keys
 from tests.support import quick_conductor
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Answer, Asker, instance
 from tests.support.forked import Forked
@@ -28,8 +28,7 @@ from tests.support.waits import WAIT_S, eventually
 
 
 def keys_of(prompt: list[int]) -> list[str]:
-    joined = prefix_hashes(NAMESPACE, prompt)
-    return [joined[at : at + HASH_BYTES].hex() for at in range(0, len(joined), HASH_BYTES)]
+    return [key.hex() for key in split_keys(prefix_hashes(NAMESPACE, prompt))]
 
 
 def depth(keys: list[str], held: set[str]) -> int:

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from kvfs.client.session import split_keys
 from kvfs.connectors.common import config_digest, weights_revision
 from kvfs.connectors.memory import sample
 from kvfs.connectors.vllm_layout import KVLayout, namespace_of
 from kvfs.connectors.vllm_scheduler import Planner, Rank, Step
-from kvfs.keys import block_name
+from kvfs.keys import block_name, split_keys
 from kvfs.namespaces import Namespace
 
 LAYERS, BLOCKS, HEADS, TOKENS, ELEMENTS = 2, 3, 2, 4, 6

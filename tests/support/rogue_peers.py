@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 import trio
 
 from kvfs.errors import ProtocolError
+from kvfs.keys import split_keys
 from tests.support.certificates import ClusterTls
 from tests.support.machines import SECRET
 from tiers.remote.wire import BLOCKS, HELLO_BYTES, PROOF_BYTES, WELCOME_BYTES, Hello, Proofs, decode_hello
@@ -79,7 +80,7 @@ async def next_request(stream: trio.SocketStream) -> tuple[int, int, list[tuple[
     assert magic == REQUEST_MAGIC
     if kind == MATCH:
         body = await receive(stream, 16 * count)
-        return kind, number, [(body[i * 16 : i * 16 + 16], 0) for i in range(count)]
+        return kind, number, [(key, 0) for key in split_keys(body)]
     body = await receive(stream, WANT.size * count)
     return kind, number, list(WANT.iter_unpack(body))
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvfs import prefix_hashes
-from kvfs.client.session import split_keys
 from kvfs.connectors.vllm_scheduler import Planner, Rank, Step
+from kvfs.keys import split_keys
 from kvfs.limits import CONNECTOR_MATCH_S
 from kvfs.namespaces import Namespace
 from tests.support.stores import NAMESPACE

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from kvfs import limits
 from kvfs.errors import ProtocolError
-from kvfs.keys import HASH_BYTES
+from kvfs.keys import HASH_BYTES, split_keys
 from tiers.transfers.other_machines import MISSING, Cause, Pulled
 
 _PULL_MAGIC, _PULLED_MAGIC = b"KVPL", b"KVPD"
@@ -83,8 +83,7 @@ def decode_pull(head: PullHead, rest: bytes) -> Pull:
         address = rest[: head.address_bytes].decode()
     except UnicodeDecodeError:
         raise ProtocolError("a pull's address is not UTF-8") from None
-    keys = rest[head.address_bytes :]
-    digests = [keys[at : at + HASH_BYTES] for at in range(0, len(keys), HASH_BYTES)]
+    digests = split_keys(rest[head.address_bytes :])
     return Pull(head.kind, head.number, head.namespace, address, digests)
 
 

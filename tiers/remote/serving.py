@@ -21,7 +21,7 @@ import trio
 from kvfs import limits
 from kvfs._native.remote.server import Server
 from kvfs.errors import ConfigError, DeadlinePassed, KvfsError, NotFound
-from kvfs.keys import HASH_BYTES
+from kvfs.keys import split_keys
 from tiers.model.objects import Change
 from tiers.model.tier import Kind, StoreKey
 from tiers.remote.connections.connection import Connection
@@ -152,7 +152,7 @@ class Serving:
         while True:
             await trio.sleep(limits.REMOTE_HITS_S)
             while digests := self._server.take_hits(_HITS_AT_ONCE):
-                for digest in _split(digests):
+                for digest in split_keys(digests):
                     if self._store.block_bucket(digest) is not None:
                         self._store.touch(StoreKey(Kind.BLOCK, digest))
                 await trio.lowlevel.checkpoint()
@@ -165,7 +165,7 @@ class Serving:
 
     def _leading(self, digests: bytes, namespace: bytes) -> int:
         """Return how many blocks, from the first on, are in the bucket of a namespace."""
-        each = _split(digests)
+        each = split_keys(digests)
         return next((at for at, digest in enumerate(each) if not self._is_of(digest, namespace)), len(each))
 
     def _is_of(self, digest: bytes, namespace: bytes) -> bool:
@@ -195,7 +195,3 @@ class Serving:
         buckets = self._store.buckets()
         self._namespaces = {bucket.name: bucket.namespace for bucket in buckets}
         self._server.bind([(b.namespace, b.bucket_id) for b in buckets if b.namespace is not None])
-
-
-def _split(digests: bytes) -> list[bytes]:
-    return [digests[at : at + HASH_BYTES] for at in range(0, len(digests), HASH_BYTES)]

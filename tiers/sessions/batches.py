@@ -17,8 +17,8 @@ import trio
 
 from kvfs._native.seal.sealer import SEALS_AT_ONCE
 from kvfs.errors import Busy, InvalidRequest, IsDirectory, IsLink, KvfsError, NotFound, NotPermitted
+from kvfs.keys import split_keys
 from kvfs.protocol.messages import (
-    DIGEST_BYTES,
     NO_PARENT,
     Abort,
     BlockSeal,
@@ -76,7 +76,7 @@ async def serve_batch(session: Session, request: Batch, channel: Channel) -> Non
 
 
 async def _serve_digests(session: Session, request: DigestBatch, channel: Channel) -> None:
-    digests = [request.digests[at : at + DIGEST_BYTES] for at in range(0, len(request.digests), DIGEST_BYTES)]
+    digests = split_keys(request.digests)
     if request.op is Op.TOUCH and request.namespace == 0:
         touched = await each(digests, lambda digest: _touch_any(session, digest), lambda _: 0)
         await channel.send(CountAnswer(Op.TOUCH, sum(touched)))

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvfs import limits
 from kvfs.errors import InvalidRequest
+from kvfs.keys import split_keys
 from kvfs.protocol.messages import DIGEST_BYTES, Op, text
 from kvfs.rights import READ, SEARCH, WRITE
 from tiers.model.objects import Bucket
@@ -77,7 +78,7 @@ def _blocks(session: Session, arguments: Arguments) -> tuple[Bucket, list[bytes]
         raise InvalidRequest(
             f"digests have {len(digests)} bytes: {DIGEST_BYTES} for each of 1 or more are wanted"
         )
-    return bucket, [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+    return bucket, split_keys(digests)
 
 
 CLUSTER_OPERATIONS: dict[Op, Callable[[Service, Session, Arguments], Awaitable[dict[str, Any]]]] = {

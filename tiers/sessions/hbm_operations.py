@@ -15,6 +15,7 @@ from typing import Any
 
 from kvfs import limits
 from kvfs.errors import Exists, InvalidRequest, KvfsError, NotFound, Unsupported
+from kvfs.keys import split_keys
 from kvfs.protocol.messages import DIGEST_BYTES, Control, Op
 from kvfs.rights import READ, SEARCH, WRITE
 from tiers.hbm.allocator import Place
@@ -218,7 +219,7 @@ def _blocks(session: Session, arguments: Arguments, want: int) -> tuple[Bucket, 
     joined = arguments.optional_bytes("digests", limits.MAX_BATCH * DIGEST_BYTES) or b""
     if len(joined) % DIGEST_BYTES:
         raise InvalidRequest(f"digests have {len(joined)} bytes: {DIGEST_BYTES} for each are wanted")
-    return bucket, [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
+    return bucket, split_keys(joined)
 
 
 def _stored(session: Session, bucket: Bucket, digest: bytes) -> Block | None:

@@ -25,13 +25,13 @@ from kvfs._native.cuda.copies import DevicePlaces
 from kvfs._native.cuda.driver import Context, Device, open_driver
 from kvfs.client.blocks import Blocks, Keys
 from kvfs.client.device_pool import DevicePool, Earlier
-from kvfs.client.session import split_keys
 from kvfs.client.transport import Deadline
 from kvfs.connectors.device.copies import copies_in
 from kvfs.connectors.device.pooled import PoolCounts
 from kvfs.connectors.device.stores import Outgoing
 from kvfs.connectors.device.tensors import DeviceMemory, places_of
 from kvfs.errors import DeadlinePassed, DeviceMissing, InvalidRequest
+from kvfs.keys import split_keys
 from kvfs.limits import CLIENT_TIMEOUT_S, CONNECTOR_STAGING_BUFFERS, CONNECTOR_STAGING_BYTES
 from kvfs.protocol.messages import DIGEST_BYTES
 

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from kvfs.errors import KvfsError
 from kvfs.events.kv_events import BlockHash, BlockRemoved, BlockStored
-from kvfs.keys import HASH_BYTES, prefix_hashes
+from kvfs.keys import HASH_BYTES, prefix_hashes, split_keys
 from kvfs.limits import MAX_ENGINE_BLOCKS
 from kvfs.namespaces import Namespace
 from scheduler.conductor.feeds.group_blocks import GroupBlocks
@@ -86,8 +86,7 @@ class EngineHashes:
         if len(keys) != count * HASH_BYTES:
             self._counts["engine_blocks_malformed"] += count
             return NOTHING
-        split = (keys[at : at + HASH_BYTES] for at in range(0, len(keys), HASH_BYTES))
-        self._keys.update(zip(own, split, strict=True))
+        self._keys.update(zip(own, split_keys(keys), strict=True))
         return self._put(place, event, own, parent)
 
     def _put(self, place: Place, event: BlockStored, hashes: list[int], parent: bytes | None) -> Stored:

@@ -10,7 +10,7 @@ import pytest
 from kvfs import limits
 from kvfs.errors import Exists, InvalidRequest, LimitExceeded, NotFound
 from kvfs.events.kv_events import CPU, GPU, STORAGE
-from kvfs.keys import prefix_hashes
+from kvfs.keys import prefix_hashes, split_keys
 from scheduler.conductor.conductor import DEGRADED, WITHOUT_TOKENS, Conductor
 from scheduler.conductor.sources import Knowledge, Place, StreamName
 from scheduler.conductor.values import EngineMetrics, Refused, Routed, RouteRequest, Usage
@@ -384,10 +384,8 @@ def test_a_malformed_question_is_refused_and_reserves_nothing(values: dict[str, 
 def test_hashes_ask_as_tokens_do_and_a_model_without_a_pool_is_named() -> None:
     made = conductor(Clock(), instance("a"), instance("b"))
     prompt = tokens(1, 1600)
-    hashes = hears(made, "engine-b", prompt).hex()
-    asked = RouteRequest(
-        model="m", hashes=[hashes[n : n + 32] for n in range(0, len(hashes), 32)], length=1600
-    )
+    hashes = [key.hex() for key in split_keys(hears(made, "engine-b", prompt))]
+    asked = RouteRequest(model="m", hashes=hashes, length=1600)
     found = made.route(asked)
     assert isinstance(found, Routed)
     assert (found.decode, found.cached_tokens) == ("b", 1584)

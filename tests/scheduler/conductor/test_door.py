@@ -26,7 +26,7 @@ from kvfs.http.http_exchange import Exchange
 from kvfs.http.input_buffer import InputBuffer
 from kvfs.http.transports import Buffer
 from kvfs.http.transports import Gone as ClientGone
-from kvfs.keys import prefix_hashes
+from kvfs.keys import prefix_hashes, split_keys
 from kvfs.watch.hub import Hub
 from kvfs.watch.panels import Snapshot
 from kvfs.watch.window import Window
@@ -409,9 +409,8 @@ async def test_what_was_reserved_for_a_client_that_is_gone_ends() -> None:
 
 # --- publishers ----------------------------------------------------------------------------------------------
 def event(prompt: list[int]) -> BlockStored:
-    hashes = prefix_hashes(NAMESPACE, prompt)
     return BlockStored(
-        block_hashes=[hashes[n : n + 16] for n in range(0, len(hashes), 16)],
+        block_hashes=[*split_keys(prefix_hashes(NAMESPACE, prompt))],
         parent_block_hash=None,
         token_ids=[],
         block_size=16,

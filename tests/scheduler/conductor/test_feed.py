@@ -24,7 +24,7 @@ from kvfs.events.kv_events import (
     encode_batch,
     sequence_frame,
 )
-from kvfs.keys import prefix_hashes
+from kvfs.keys import prefix_hashes, split_keys
 from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.feeds.engine_hashes import NOTHING, EngineHashes
 from scheduler.conductor.feeds.feed import Feed
@@ -47,8 +47,7 @@ def stored(
 
 
 def of_store(prompt: list[int], medium: str = CPU) -> BlockStored:
-    hashes = prefix_hashes(NAMESPACE, prompt)
-    return stored([hashes[n : n + 16] for n in range(0, len(hashes), 16)], [], medium=medium)
+    return stored([*split_keys(prefix_hashes(NAMESPACE, prompt))], [], medium=medium)
 
 
 PROMPT = list(range(100, 100 + 5 * BLOCK_TOKENS))

@@ -23,7 +23,7 @@ from kvfs.events.kv_events import (
     first_sequence,
     start_of,
 )
-from kvfs.keys import prefix_hashes
+from kvfs.keys import prefix_hashes, split_keys
 from kvfs.namespace_groups import CHUNK, FULL_TOKENS, KIND, LAYERS, WINDOW, group_in
 from kvfs.namespaces import Namespace
 from scheduler.conductor.conductor import Conductor
@@ -82,8 +82,7 @@ def namespace_of(group: int, model: str = "hybrid") -> Namespace:
 
 
 def hashes(group: int, model: str = "hybrid") -> list[bytes]:
-    keys = prefix_hashes(namespace_of(group, model), PROMPT)
-    return [keys[at : at + 16] for at in range(0, len(keys), 16)]
+    return split_keys(prefix_hashes(namespace_of(group, model), PROMPT))
 
 
 def stored(group: int, block: int, medium: str = CPU, model: str = "hybrid") -> BlockStored:
