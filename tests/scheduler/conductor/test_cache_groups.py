@@ -17,13 +17,15 @@ from kvfs.events.event_streams import Engine
 from kvfs.events.kv_events import CPU, GPU, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 from scheduler.conductor.values import Routed, RouteRequest
 from tests.scheduler.conductor.test_feed import Stand, message, stored
-from tests.sessions.test_engine_groups import KINDS, reads
+from tests.sessions.test_engine_groups import KINDS
 from tests.support.conductors import BLOCK_TOKENS
+from tests.support.prefix_needs import Layers, longest
 
 BLOCKS = 10
 PROMPT = list(range(500, 500 + BLOCKS * BLOCK_TOKENS))
 FULL, WINDOW, STATE, ALSO_FULL = range(4)
 """What `KINDS` of groups there are, by number; the window is of three blocks."""
+LAYERS = {FULL: Layers(), WINDOW: Layers(read=3), STATE: Layers(read=1), ALSO_FULL: Layers()}
 
 
 def of_group(group: int, first: int = 0, last: int = BLOCKS, **values: Any) -> BlockStored:
@@ -56,12 +58,13 @@ def test_a_prefix_is_as_long_as_each_group_has_what_its_layers_read(
 ) -> None:
     """Those of full attention store the prompt up to different blocks."""
     end = [ends[0], BLOCKS, BLOCKS, ends[1]]
-    groups, held = order[:count], [set(range(end[group])) - each for group, each in enumerate(lost)]
+    groups = order[:count]
+    held = {(group, at) for group in groups for at in range(end[group]) if at not in lost[group]}
     events = [of_group(group, 0, end[group]) for group in groups]
     gone = [removed(group, lost[group]) for group in groups]
-    lengths = [n for n in range(BLOCKS + 1) if all(reads(group, n) <= held[group] for group in groups)]
+    length = longest({group: LAYERS[group] for group in groups}, held, BLOCKS)
     has_full = FULL in groups or ALSO_FULL in groups
-    assert stand_of(*events, *gone).held(PROMPT) == (max(lengths) if has_full else 0)
+    assert stand_of(*events, *gone).held(PROMPT) == (length if has_full else 0)
 
 
 class WindowGroup(NamedTuple):
@@ -103,11 +106,6 @@ class WindowGroup(NamedTuple):
     def removed(self, block: int) -> BlockRemoved:
         return BlockRemoved([self.hash(block)], GPU, group_idx=self.group)
 
-    def goes_on(self, end: int, held: set[int]) -> bool:
-        """Return whether a prompt may go on behind so many blocks of full attention."""
-        own, rest = divmod(end * BLOCK_TOKENS, self.tokens)
-        return not rest and set(range(max(own - self.reads, 0), own)) <= held
-
 
 @given(
     st.lists(st.tuples(st.sampled_from([4, 8, 16, 32, 48]), st.integers(1, 3)), min_size=1, max_size=3),
@@ -119,16 +117,15 @@ def test_windows_with_longer_or_shorter_blocks_go_on_where_one_of_each_ends(
 ) -> None:
     """Blocks come in two steps, of which full attention is told first; then some go, and some of these come again."""
     windows = [WindowGroup(group, *each) for group, each in enumerate(drawn, 1)]
+    groups = {window.group: Layers(window.tokens, window.reads) for window in windows}
     held: dict[WindowGroup, set[int]] = {window: set() for window in windows}
     stand = Stand()
     sequence = count()
 
     def hear(*events: KVEvent) -> None:
         stand.feed.receive(message("engine-a", next(sequence), *events))
-        goes_on = (
-            end for end in range(BLOCKS + 1) if all(each.goes_on(end, has) for each, has in held.items())
-        )
-        assert stand.held(PROMPT) == max(goes_on)
+        there = {(window.group, block) for window, blocks in held.items() for block in blocks}
+        assert stand.held(PROMPT) == longest(groups, there, BLOCKS)
 
     first = {window: data.draw(st.integers(0, window.in_prompt)) for window in windows}
     for window in windows:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.conductor.test_copies_of_groups import Block, hot
+from tests.scheduler.conductor.test_copies_of_groups import hot
 from tests.scheduler.conductor.test_copy_orders import named, settings_of
 from tests.scheduler.conductor.test_store_windows import (
     ALSO_WINDOW_3,
@@ -21,6 +21,7 @@ from tests.scheduler.conductor.test_store_windows import (
 )
 from tests.support.conductors import instance, serving
 from tests.support.machines import Machine, machines, payload_of
+from tests.support.prefix_needs import Block
 from tests.support.stores import draft_of
 from tiers.remote.order_poller import OrderPoller
 

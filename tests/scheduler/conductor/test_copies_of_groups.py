@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final
 
 import pytest
@@ -31,18 +30,15 @@ from tests.scheduler.conductor.test_store_windows import (
     all_of,
     count_of,
     hashes,
-    is_chunked,
+    layers_in,
     namespace_of,
-    read_of,
     removed,
     stored,
-    tokens_of,
 )
 from tests.support.conductors import BLOCK_TOKENS, Clock, conductor, instance
+from tests.support.prefix_needs import Block, boundaries, longest, needed
 
 GROUPS: Final = range(5)
-Block = tuple[int, int]
-"""A group, and the block's place in it."""
 
 
 class Nodes:
@@ -137,24 +133,6 @@ class Nodes:
         return self.conductor.match(asked)[f"i{n}"] // BLOCK_TOKENS
 
 
-def read_before(group: int, end: int, model: str) -> range:
-    """Return the blocks of a group that a prefix needs, as a plain model of each kind has them."""
-    if group == FULL:
-        return range(end)
-    own, most = end * BLOCK_TOKENS // tokens_of(group, model), read_of(group, model)
-    return range(own // most * most if is_chunked(group, model) else max(own - most, 0), own)
-
-
-def longest(has: set[Block], groups: set[int], model: str) -> int:
-    """Return the longest prefix for which each group has what it reads."""
-    step = math.lcm(BLOCK_TOKENS, *(tokens_of(group, model) for group in groups)) // BLOCK_TOKENS
-
-    def goes_on(end: int) -> bool:
-        return all((group, at) in has for group in groups for at in read_before(group, end, model))
-
-    return max(end for end in range(0, BLOCKS + 1, step) if goes_on(end))
-
-
 def some_blocks(model: str) -> st.SearchStrategy[set[Block]]:
     every = [(group, block) for group in GROUPS for block in range(count_of(group, model))]
     return st.sets(st.sampled_from(every))
@@ -167,14 +145,8 @@ def test_what_a_node_lacks_of_a_prefix_is_ordered_of_each_group(
     """The source has some prefix whole, and what else is drawn; the target what is drawn, or nothing. The orders are
     exactly what the target lacks of the source's longest prefix; as they are carried out, one by one, an empty target
     that gets blocks of each group is never believed to have what it has not."""
-    groups = {FULL, *windows}
-    end = data.draw(st.integers(1, BLOCKS))
-    whole = {
-        (group, at)
-        for group in groups
-        for at in read_before(group, end, model)
-        if at < count_of(group, model)
-    }
+    groups = layers_in(model, {FULL, *windows})
+    whole = needed(groups, data.draw(st.integers(1, BLOCKS)))
     has = whole | {each for each in data.draw(some_blocks(model)) if each[0] in groups}
     target = set() if is_empty else {each for each in data.draw(some_blocks(model)) if each[0] in groups}
     made = Nodes(model)
@@ -188,20 +160,20 @@ def test_what_a_node_lacks_of_a_prefix_is_ordered_of_each_group(
         for group, at in sorted(blocks):
             medium = STORAGE if (group + at) % 3 == 0 else CPU
             made.hears(n, stored(group, at, medium, model))
-    reach, short = longest(has, groups, model), longest(target, groups, model)
+    reach, short = longest(groups, has, BLOCKS), longest(groups, target, BLOCKS)
     assert made.held(0) == reach
     made.asks()
     made.sweep()
-    wanted = {(group, at) for group in groups for at in read_before(group, reach, model)} - target
+    wanted = needed(groups, reach) - target
     ordered = made.ordered(1)
     assert set(ordered) == (wanted if short < reach else set())
     assert len(ordered) == len(set(ordered))
     assert made.orders(0) == []
-    hears_of_all = is_empty and {group for group, _ in ordered} == groups
+    hears_of_all = is_empty and {group for group, _ in ordered} == groups.keys()
     for each in ordered:
         made.hears(1, stored(*each, model=model))
         target.add(each)
-        assert not hears_of_all or made.held(1) <= longest(target, groups, model)
+        assert not hears_of_all or made.held(1) <= longest(groups, target, BLOCKS)
     assert made.held(1) >= reach
     counts = made.sweep()
     assert counts.get("carried_out", 0) == counts.get("ordered", 0)
@@ -212,13 +184,11 @@ def test_what_a_node_lacks_of_a_prefix_is_ordered_of_each_group(
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("blocks", range(1, BLOCKS + 1))
 def test_of_each_group_what_is_read_behind_a_prefix_is_ordered_and_no_more(model: str, blocks: int) -> None:
-    made, groups = Nodes(model), {FULL, *READS}
+    made, groups = Nodes(model), layers_in(model, GROUPS)
     made.hears(0, *all_of(*GROUPS, model=model))
     made.asks(blocks=blocks)
     made.sweep()
-    step = math.lcm(BLOCK_TOKENS, *(tokens_of(group, model) for group in groups)) // BLOCK_TOKENS
-    end = blocks // step * step
-    assert set(made.ordered(1)) == {(group, at) for group in groups for at in read_before(group, end, model)}
+    assert set(made.ordered(1)) == needed(groups, boundaries(groups, blocks)[-1])
 
 
 def hot(model: str = "hybrid") -> Nodes:

@@ -3,8 +3,8 @@ store has what each kind of layers reads, in whichever of its tiers, against a p
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, Final
 
 import pytest
@@ -33,6 +33,7 @@ from scheduler.conductor.sources import StreamName
 from scheduler.conductor.values import RouteRequest
 from tests.scheduler.conductor.test_feed import message, of_store
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Clock, conductor, instance
+from tests.support.prefix_needs import Block, Layers, longest
 
 BLOCKS: Final = 9
 PROMPT: Final = list(range(500, 500 + BLOCKS * BLOCK_TOKENS))
@@ -61,6 +62,18 @@ def count_of(group: int, model: str) -> int:
 def read_of(group: int, model: str) -> int:
     """Return how many of its own blocks a group's layers read."""
     return READS[group] * max(BLOCK_TOKENS // tokens_of(group, model), 1)
+
+
+def layers_in(model: str, groups: Iterable[int]) -> dict[int, Layers]:
+    """Return what the layers of some groups read."""
+    return {
+        group: Layers(
+            tokens_of(group, model),
+            None if group == FULL else read_of(group, model),
+            is_chunked(group, model),
+        )
+        for group in groups
+    }
 
 
 def namespace_of(group: int, model: str = "hybrid") -> Namespace:
@@ -189,7 +202,7 @@ def test_a_prefix_counts_as_far_as_each_group_has_what_its_layers_read(
 ) -> None:
     """Groups are told in any order, some as a whole, each of which is on NVMe from some block on; then blocks come to
     either tier and leave it. A manifest says all again, also after all was lost. Some have longer or shorter blocks."""
-    stand, held = Stand(model=model), defaultdict[tuple[int, int], set[str]](set)
+    stand, held = Stand(model=model), defaultdict[Block, set[str]](set)
     whole = [
         (True, group, block, STORAGE if block >= demoted[group] else CPU)
         for group in dict.fromkeys([*order[:count], FULL])
@@ -207,13 +220,8 @@ def test_a_prefix_counts_as_far_as_each_group_has_what_its_layers_read(
             stand.hears((stored if is_stored else removed)(group, block, medium, model))
 
     def agrees() -> bool:
-        def goes_on(end: int) -> bool:
-            read = ((group, block) for group in windows for block in _read(group, end, model))
-            return all(held[FULL, block] for block in range(end)) and all(held[each] for each in read)
-
-        windows = told & READS.keys()
-        step = math.lcm(BLOCK_TOKENS, *(tokens_of(group, model) for group in windows)) // BLOCK_TOKENS
-        return stand.held() == max(end for end in range(0, BLOCKS + 1, step) if goes_on(end))
+        there = {block for block, media in held.items() if media}
+        return stand.held() == longest(layers_in(model, {FULL, *told}), there, BLOCKS)
 
     told: set[int] = set()
     hear(*whole, *some)
@@ -227,11 +235,6 @@ def test_a_prefix_counts_as_far_as_each_group_has_what_its_layers_read(
     assert agrees(), "what is gone is remembered as a group that has nothing"
     hear(*more)
     assert agrees()
-
-
-def _read(group: int, end: int, model: str) -> range:
-    own, most = end * BLOCK_TOKENS // tokens_of(group, model), read_of(group, model)
-    return range(own // most * most if is_chunked(group, model) else max(own - most, 0), own)
 
 
 def test_a_block_of_full_attention_wants_all_parts_of_a_window_beside_it() -> None:
