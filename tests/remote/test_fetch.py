@@ -177,7 +177,16 @@ async def leave_dram(store: Store, digests: list[bytes], bucket: bytes = BOUND) 
     assert {store.lookup_block(digest).tier for digest in digests} == {"nvme"}
 
 
-async def test_what_only_nvme_has_is_brought_up_for_a_peer(tmp_path: Path) -> None:
+def wait_for_drives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have machines wait for a drive as long as a test does: a busy one keeps its drive waiting, too."""
+    for name in ("REMOTE_LIFT_WAIT_S", "REMOTE_READ_S"):
+        monkeypatch.setattr(limits, name, WAIT_S)
+
+
+async def test_what_only_nvme_has_is_brought_up_for_a_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for_drives(monkeypatch)
     async with served_from_nvme(tmp_path) as (server, asker):
         digests = server.put(range(1, 9), 65536)
         await leave_dram(server.store, digests)
@@ -187,7 +196,10 @@ async def test_what_only_nvme_has_is_brought_up_for_a_peer(tmp_path: Path) -> No
         assert server.store.usage()["promotions"] == 8
 
 
-async def test_blocks_below_dram_are_those_of_the_namespace_alone(tmp_path: Path) -> None:
+async def test_blocks_below_dram_are_those_of_the_namespace_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for_drives(monkeypatch)
     other = Namespace(**{**NAMESPACE.as_mapping(), "model": "another"})
     async with served_from_nvme(tmp_path) as (server, asker):
         store = server.store
@@ -225,6 +237,7 @@ async def test_a_slow_drive_costs_a_peer_misses_and_no_deadline(
         await until(lambda: server.cluster.status()["lifts"] == 0)
         assert server.drafts() == 0
         assert server.store.usage()["promotions"] <= DEPTH
+        wait_for_drives(monkeypatch)
         assert await asker.fetch(digests) == len(digests)
         for number, digest in enumerate(digests, 1):
             assert asker.read(digest) == payload_of(number, 4096)
