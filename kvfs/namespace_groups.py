@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 from kvfs.limits import MAX_WINDOW_TOKENS
 from kvfs.namespaces import DIGEST_BYTES, Namespace
@@ -66,9 +67,33 @@ class NamespaceGroup(NamedTuple):
     def number(self) -> int | None:
         """Return the number that its layers have in KV events, from 1 on, in every store; None where they read
         everything."""
-        if self.is_full:
-            return None
-        return 1 + zlib.crc32(f"{self.kind} {self.window_tokens} {self.layers}".encode())
+        return number_of(self.kind, self.window_tokens, self.layers)
+
+
+def number_of(kind: str, window_tokens: int | None, layers: str) -> int | None:
+    """Return the number of a cache group in a store's KV events, as `NamespaceGroup` has these fields."""
+    return None if kind in _FULL else 1 + zlib.crc32(f"{kind} {window_tokens} {layers}".encode())
+
+
+def describe_groups(namespaces: Mapping[int, Namespace]) -> list[dict[str, Any]]:
+    """Return what a Conductor is told of an engine's cache groups, as JSON values; nothing where one is of all layers.
+
+    `namespaces`: of one worker, by the engine's number of the group. `scheduler.conductor.values.CacheGroup` reads it.
+    """
+    found = {group: group_in(namespace) for group, namespace in sorted(namespaces.items())}
+    described = [
+        {
+            "group": group,
+            "kind": each.kind,
+            "block_tokens": namespaces[group].block_tokens,
+            "layers": each.layers,
+            "window_tokens": each.window_tokens,
+            "chunk_tokens": each.chunk_tokens,
+        }
+        for group, each in found.items()
+        if each is not None
+    ]
+    return described if len(described) == len(found) else []
 
 
 def group_in(namespace: Namespace) -> NamespaceGroup | None:

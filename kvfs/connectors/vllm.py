@@ -23,6 +23,7 @@ start requires it. Concurrency: as vLLM calls it, one thread on each side.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,14 +60,17 @@ from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step
 from kvfs.connectors.vllm_weights import Peers, Watch, adapters_of, calling_worker, models_of
 from kvfs.connectors.vllm_worker import Transfers
 from kvfs.errors import InvalidRequest
-from kvfs.namespace_groups import STATE
+from kvfs.namespace_groups import STATE, describe_groups
 from kvfs.namespaces import Namespace
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("kvfs.connectors")
-_KNOWN_BY = ("namespace", "weights", "role", "store_topic", "store_endpoint", "store_replay", "store_peer")
+_KNOWN_BY = (
+    *("namespace", "groups", "weights", "role"),
+    *("store_topic", "store_endpoint", "store_replay", "store_peer"),
+)
 """What a Conductor has to know of an engine: labels of the metric `vllm:kvfs_info`."""
 _CHOICES = {"load": ("async", "layers"), "store": ("all", "prompt"), "fetch": ("named", "any")}
 _KEYS = frozenset(("address", "revision", *_CHOICES))
@@ -351,10 +355,14 @@ class KVFSConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.planner.set_namespaces(found, weights)
         if found:  # docs/conductor.md
             role = str(self._vllm_config.kv_transfer_config.kv_role)
-            self._known_by = {"namespace": named[0][1], "weights": weights, "role": role}
+            worker = named[0][0][:-1]
+            groups = describe_groups({rank[-1]: each for rank, each in found.items() if rank[:-1] == worker})
+            said = json.dumps(groups)
+            self._known_by = {"namespace": named[0][1], "groups": said, "weights": weights, "role": role}
             logging.getLogger(VLLM_LOG).info(
-                'kvfs: a Conductor knows these blocks by {"namespace": %s, "weights": "%s"}',
+                'kvfs: a Conductor knows these blocks by {"namespace": %s, "groups": %s, "weights": "%s"}',
                 named[0][1],
+                said,
                 weights,
             )
 

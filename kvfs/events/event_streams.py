@@ -25,7 +25,16 @@ from itertools import groupby
 from typing import Final, Protocol
 
 from kvfs.errors import InvalidRequest
-from kvfs.events.kv_events import Batch, BlockStored, KVEvent, decode_batch, group_of, sequence_of, start_of
+from kvfs.events.kv_events import (
+    CHUNKS,
+    Batch,
+    BlockStored,
+    KVEvent,
+    decode_batch,
+    group_of,
+    sequence_of,
+    start_of,
+)
 from kvfs.limits import MAX_ENGINE_STREAMS, MAX_EVENT_BATCHES
 
 _MAX_SEQUENCE: Final = (1 << 63) - 1
@@ -199,7 +208,9 @@ def full_attention_first(events: Iterable[KVEvent]) -> Iterator[KVEvent]:
 
 
 def _is_of_other_layers(event: KVEvent) -> bool:
-    return isinstance(event, BlockStored) and not group_of(event).is_full
+    if not isinstance(event, BlockStored):
+        return False
+    return event.kv_cache_spec_kind in CHUNKS or not group_of(event).is_full
 
 
 def _is_anew(expected: int, sequence: int) -> bool:

@@ -110,14 +110,14 @@ def group_of(event: BlockStored) -> Group:
     """Return what the layers of an event's blocks read of a prefix: everything, where it does not say what they are, or
     says too little, as engines do of chunked local attention: not how long a chunk is."""
     window, chunk = event.kv_cache_spec_sliding_window, event.chunk_tokens
-    return _layers(event.kv_cache_spec_kind, window, chunk, max(event.block_size, 1))
+    return group_of_kind(event.kv_cache_spec_kind, window, chunk, max(event.block_size, 1))
 
 
 @lru_cache(maxsize=256)
-def _layers(
+def group_of_kind(
     kind: str | None, window_tokens: int | None, chunk_tokens: int | None, block_tokens: int
 ) -> Group:
-    """Return the group of layers that a kind names. Each event asks, and engines name few."""
+    """Return the group of layers that a kind names, as `group_of` does. Each event asks, and engines name few."""
     if kind in _WINDOWS and window_tokens and 0 < window_tokens <= MAX_WINDOW_TOKENS:
         return Group.of_window(window_tokens, block_tokens)
     whole_tokens = 0 if chunk_tokens is None or chunk_tokens % block_tokens else chunk_tokens

@@ -15,7 +15,7 @@ Concurrency: one thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import or_
@@ -37,7 +37,7 @@ from kvfs.namespaces import Namespace
 from scheduler.conductor.planning.native_planner import NativePlanner
 from scheduler.conductor.planning.planner import Planner, Role
 from scheduler.conductor.planning.python_planner import PythonPlanner
-from scheduler.conductor.sources import Knowledge, Stream
+from scheduler.conductor.sources import Knowledge, ModelLayers, Stream
 from scheduler.conductor.trust import Trust
 from scheduler.conductor.values import EngineMetrics, Instance, RouteRequest
 from scheduler.routing.admission import Mode, Slo
@@ -82,6 +82,8 @@ class Member:
     expected: int
     """The source of what it is expected to have: blocks of prefills under way."""
     role: Role
+    layers: ModelLayers
+    """What it says of its layers."""
     trust: Trust = field(default_factory=Trust)
     streams: list[Stream] = field(default_factory=list)
     draining: bool = False
@@ -137,6 +139,10 @@ class Pool:
         self.names: tuple[str, ...] = ()
         self.source_names: dict[int, str] = {}
 
+    def layers_of(self, instance: Instance | None = None) -> ModelLayers:
+        """Return what an instance says of the model's layers; without one what its namespace does."""
+        return ModelLayers(self.namespace.block_tokens, () if instance is None else instance.groups)
+
     # --- members ------------------------------------------------------------------------------------------
     def check(self, instance: Instance) -> None:
         """Check that an instance belongs here. Raises InvalidRequest naming the difference."""
@@ -153,7 +159,7 @@ class Pool:
         slot = next((n for n, held in enumerate(self.slots) if held is None), len(self.slots))
         if slot == len(self.slots):
             self.slots.append(None)
-        member = Member(instance, slot, expected, instance.role, streams=streams)
+        member = Member(instance, slot, expected, instance.role, self.layers_of(instance), streams=streams)
         self.slots[slot] = self.members[instance.name] = member
         self.planner.join(slot)
         self.planner.take_work(slot, takes=instance.routable)
@@ -221,14 +227,13 @@ class Pool:
         for member in self.members.values():
             here = set() if member.trust.distrusted else {member.slot}
             places[member.expected] = here
-            for stream in member.streams:
-                for medium, source in stream.media(self.layers):
-                    if medium == STORAGE and self.options.transfers:
-                        name = f"{stream.name} {medium}"
-                        shared.add(name)
-                        places[source] = {self._share(name)}
-                    else:
-                        places[source] = places.get(source, set()) | here
+            for stream, medium, source in self._places_of(member):
+                if medium == STORAGE and self.options.transfers:
+                    name = f"{stream.name} {medium}"
+                    shared.add(name)
+                    places[source] = {self._share(name)}
+                else:
+                    places[source] = places.get(source, set()) | here
             self.planner.set_role(member.slot, member.role)
         self._shared = {name: source for name, source in self._shared.items() if name in shared}
         self.planner.map_sources(places)
@@ -261,10 +266,19 @@ class Pool:
     def masks_by_medium(self, member: Member) -> dict[str, int]:
         """Return the index's mask of what streams say of each medium at an instance."""
         masks: dict[str, int] = {}
-        for stream in member.streams:
-            for medium, source in stream.media(self.layers):
-                masks[medium] = masks.get(medium, 0) | 1 << source
+        for _, medium, source in self._places_of(member):
+            masks[medium] = masks.get(medium, 0) | 1 << source
         return masks
+
+    def _places_of(self, member: Member) -> Iterator[tuple[Stream, str, int]]:
+        """Yield where blocks are that an instance may go on from. Of a store that is nowhere while its blocks count by
+        other groups than the instance says: its own may be gone."""
+        for stream in member.streams:
+            known = stream.layers.get(self.layers)
+            is_other = known is not None and member.layers.groups and not known.are_said_by(member.layers)
+            if not (stream.is_store and is_other):
+                for medium, source in stream.media(self.layers):
+                    yield stream, medium, source
 
     # --- prompts ------------------------------------------------------------------------------------------
     def question(self, request: RouteRequest) -> tuple[bytes, int]:

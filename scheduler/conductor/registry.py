@@ -23,12 +23,14 @@ from kvfs.errors import Exists, InvalidRequest, LimitExceeded, NotFound
 from kvfs.keys import HASH_BYTES
 from kvfs.limits import (
     FOREIGN_TOKENS,
+    MAX_BLOCK_TOKENS,
     MAX_CONDUCTOR_INSTANCES,
     MAX_ENGINE_GROUPS,
     MAX_ENGINE_STREAMS,
     MAX_NAME_BYTES,
     MAX_UNREGISTERED_TOPICS,
     MAX_URL_BYTES,
+    MAX_WINDOW_TOKENS,
     UNREACHABLE_S,
 )
 from scheduler.conductor.planning.planner import Role
@@ -84,7 +86,7 @@ class Registry:
         self._topics |= {stream.name.topic for stream in streams}
         for stream in streams:
             stream.expecting.add(expected)
-            stream.block_tokens[pool.layers] = pool.namespace.block_tokens
+            self._expect_layers(stream, pool, instance)
             self.unregistered.pop(str(stream.name), None)
         self._pools[instance.model] = pool
         self._members[instance.name] = pool, pool.join(instance, expected, streams)
@@ -103,12 +105,32 @@ class Registry:
                     self._sources.release(source)
                 del self._streams[stream.name]
             else:
-                still_there = {each.layers for each, _ in self.users_of(stream.name)}
-                for layers in stream.block_tokens.keys() - still_there:
-                    del stream.block_tokens[layers]
+                self._expect_layers(stream, pool)
+                stream.unused = stream.layers.keys() - {each.layers for each, _ in self.users_of(stream.name)}
         self._topics = {stream.topic for stream in self._streams}
         if not pool.members:
             del self._pools[pool.model]
+
+    def _expect_layers(self, stream: Stream, pool: Pool, *new: Instance) -> None:
+        """Have a stream's blocks of a pool's model be of the groups that its instances say.
+
+        What counts stays until none of them says it; then it is what the last one says.
+        """
+        users = [each.instance for at, each in self.users_of(stream.name) if at.layers == pool.layers]
+        said = [pool.layers_of(each) for each in (*users, *new) if each.groups]
+        known = stream.layers.get(pool.layers)
+        stream.unused.discard(pool.layers)
+        if known is None:
+            self._sources.expect(stream, pool.layers, said[-1] if said else pool.layers_of())
+        elif said and not any(known.are_said_by(each) for each in said):
+            self._sources.expect(stream, pool.layers, said[-1])
+            stream.regrouped.add(pool.layers)
+            self._rebuild_users_of(stream)
+
+    def drop_layers(self, stream: Stream, model: bytes) -> None:
+        """Follow the blocks of a model no more of which no instance is left."""
+        self._sources.drop(stream, model)
+        stream.unused.discard(model)
 
     def drain(self, name: str, *, draining: bool = True) -> None:
         """Give an instance no more requests, or some again; its blocks stay known. Raises NotFound."""
@@ -386,6 +408,7 @@ def _check_instance(instance: Instance, others: Iterable[Instance]) -> None:
             f"instance {instance.name!r}: engine_rank is {instance.engine_rank}: must be from 0 to "
             f"{MAX_ENGINE_STREAMS - 1}"
         )
+    _check_groups(instance)
     own = {stream.name: stream.is_store for stream in streams_of(instance)}
     if len(own) < bool(instance.engine_topic) + bool(instance.store_topic):
         raise InvalidRequest(f"instance {instance.name!r}: engine_topic and store_topic are the same")
@@ -396,3 +419,27 @@ def _check_instance(instance: Instance, others: Iterable[Instance]) -> None:
                     f"instance {instance.name!r}: the stream {str(stream.name)!r} is that of {other.name!r}; each "
                     "engine needs a topic of its own"
                 )
+
+
+def _check_groups(instance: Instance) -> None:
+    """Raises InvalidRequest naming the first group that cannot be, LimitExceeded."""
+    if len(instance.groups) > MAX_ENGINE_GROUPS:
+        raise LimitExceeded(
+            f"instance {instance.name!r}: {len(instance.groups)} groups: the limit is {MAX_ENGINE_GROUPS}"
+        )
+    numbers = Counter(each.group for each in instance.groups)
+    for each in instance.groups:
+        where = f"instance {instance.name!r}: groups: {each.group}"
+        if not 0 <= each.group < MAX_ENGINE_GROUPS or numbers[each.group] > 1:
+            raise InvalidRequest(f"{where}: must be a number below {MAX_ENGINE_GROUPS} that no other has")
+        for name, limit in (
+            ("block_tokens", MAX_BLOCK_TOKENS),
+            ("window_tokens", MAX_WINDOW_TOKENS),
+            ("chunk_tokens", MAX_WINDOW_TOKENS),
+        ):
+            tokens = getattr(each, name)
+            if tokens is not None and not 1 <= tokens <= limit:
+                raise InvalidRequest(f"{where}: {name} is {tokens}: must be from 1 to {limit}")
+        for name in ("kind", "layers"):
+            if len(getattr(each, name).encode()) > MAX_NAME_BYTES:
+                raise LimitExceeded(f"{where}: {name}: the limit is {MAX_NAME_BYTES} bytes")

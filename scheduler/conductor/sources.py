@@ -13,15 +13,17 @@ Concurrency: one thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from kvfs._native.cluster.index import MAX_WINDOWS, SPARE_SOURCES, ClusterIndex
+from kvfs._native.cluster.index import MAX_STRIDE, MAX_WINDOWS, SPARE_SOURCES, ClusterIndex
 from kvfs.errors import LimitExceeded
-from kvfs.events.kv_events import GPU
-from kvfs.limits import MAX_BLOCK_SOURCES, MAX_SWEPT_SEGMENTS, SWEEP_STEP_S
+from kvfs.events.kv_events import CHUNKS, GPU, group_of_kind
+from kvfs.limits import MAX_BLOCK_PARTS, MAX_BLOCK_SOURCES, MAX_SWEPT_SEGMENTS, SWEEP_STEP_S
+from kvfs.namespace_groups import number_of
+from scheduler.conductor.values import CacheGroup
 
 
 class StreamName(NamedTuple):
@@ -51,6 +53,68 @@ class Window(NamedTuple):
         own = boundary // self.stride
         first = max(own - (own % self.blocks if self.is_chunked else self.blocks), 0)
         return range((first + 1) * self.stride - 1, own * self.stride, self.stride)
+
+
+def window_of(
+    kind: str | None,
+    own_tokens: int,
+    window_tokens: int | None,
+    chunk_tokens: int | None,
+    block_tokens: int,
+) -> Window | None:
+    """Return what layers with blocks of `own_tokens` read before a boundary, beside full attention with blocks of
+    `block_tokens`; None where that is not followed.
+
+    Chunks are not where nobody says how long one is: to ask for all of their blocks would find next to nothing. Nor are
+    layers that read nothing before a token, and blocks of which neither some are as long as one of full attention, and
+    a window or chunk as some of these, nor one as some of full attention.
+    """
+    group = group_of_kind(kind, window_tokens, chunk_tokens, max(own_tokens, 1))
+    if group.window_blocks is None:
+        return None if kind in CHUNKS else Window()
+    if own_tokens < 1 or not group.window_blocks:
+        return None
+    stride, parts = max(own_tokens // block_tokens, 1), max(block_tokens // own_tokens, 1)
+    if stride * block_tokens != parts * own_tokens or stride > MAX_STRIDE or parts > MAX_BLOCK_PARTS:
+        return None
+    if group.window_blocks % parts:
+        return None
+    return Window(group.window_blocks // parts, stride, parts, group.is_chunked)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayers:
+    """What the instances of a model say of its layers, before anything is heard of their blocks."""
+
+    block_tokens: int
+    """Tokens of a block of full attention."""
+    groups: tuple[CacheGroup, ...] = ()
+    """All of them; none where nobody says which there are."""
+    in_store: Mapping[int, Window] = field(init=False)
+    """What the groups beside full attention read that are followed, by the numbers that a store has for them."""
+    chunk_tokens: Mapping[int, int] = field(init=False)
+    """How long a chunk is of a group, by the engine's numbers."""
+
+    def __post_init__(self) -> None:
+        found = {}
+        for each in self.groups:
+            number = number_of(each.kind, each.window_tokens, each.layers)
+            said = each.kind, each.block_tokens, each.window_tokens, each.chunk_tokens
+            window = window_of(*said, self.block_tokens)
+            if number is not None and window is not None and window.blocks:
+                found[number] = window
+        object.__setattr__(self, "in_store", found)
+        chunks = {each.group: each.chunk_tokens for each in self.groups if each.chunk_tokens is not None}
+        object.__setattr__(self, "chunk_tokens", chunks)
+
+    def alike(self, number: int) -> list[int]:
+        """Return the numbers of the groups that read what one does; none where nobody says that it is there."""
+        window = self.in_store.get(number)
+        return [each for each, other in self.in_store.items() if other == window]
+
+    def are_said_by(self, other: ModelLayers) -> bool:
+        """Return whether these are the groups that a store's blocks are to be of, as instances say them."""
+        return bool(self.groups) and self.in_store == other.in_store
 
 
 class Place(NamedTuple):
@@ -110,11 +174,15 @@ class Stream:
     """Where blocks of windows were, whether these places have numbers or not."""
     window_blocks: WindowBlocks | None = None
     """Of a store, once it has told of windows."""
-    block_tokens: dict[bytes, int] = field(default_factory=dict)
-    """Tokens of a block of full attention, by the models of its instances, as `Place.model` has them; blocks of others
-    count for nobody."""
+    layers: dict[bytes, ModelLayers] = field(default_factory=dict)
+    """By the models of its instances, as `Place.model` has them; blocks of others count for nobody."""
     has_others: bool = False
     """Whether blocks of others were passed over."""
+    unused: set[bytes] = field(default_factory=set)
+    """Those of `layers` of which no instance is left: what is known counts again with the next one, unless something is
+    said of their blocks before."""
+    regrouped: set[bytes] = field(default_factory=set)
+    """Those of `layers` whose blocks beside full attention are to be said again: other groups of them count now."""
     expecting: set[int] = field(default_factory=set)
     """The sources of what its instances are expected to have."""
 
@@ -152,6 +220,30 @@ class Sources:
         finally:
             self.limit(stream)
         return number
+
+    def expect(self, stream: Stream, model: bytes, layers: ModelLayers) -> None:
+        """Have a stream's blocks of a model be of these layers. Nothing is known of windows then.
+
+        Of a store full attention counts as far as all others go on that are said, also those of which it has told
+        nothing.
+        """
+        stream.layers[model] = layers
+        if stream.is_store and model and layers.groups:
+            self._release_all(stream, {each for each in stream.windows if each.model == model})
+            stream.windows |= {Place("", window, model) for window in layers.in_store.values()}
+            self.limit(stream)
+
+    def drop(self, stream: Stream, model: bytes) -> None:
+        """Take back all numbers of a model in a store, which nobody asks for any more."""
+        del stream.layers[model]
+        self._release_all(
+            stream, {each for each in (*stream.windows, *stream.sources) if each.model == model}
+        )
+
+    def _release_all(self, stream: Stream, places: set[Place]) -> None:
+        stream.windows -= places
+        for place in places & stream.sources.keys():
+            self.release(stream.sources.pop(place))
 
     def limit(self, stream: Stream) -> None:
         """Have a stream's blocks of full attention count as far as its other layers go on in the same medium.

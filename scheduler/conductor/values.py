@@ -15,6 +15,8 @@ import msgspec
 
 from kvfs.errors import NotFound, NotReady
 from kvfs.limits import (
+    MAX_BLOCK_TOKENS,
+    MAX_ENGINE_GROUPS,
     MAX_ENGINE_STREAMS,
     MAX_EXCLUDED,
     MAX_NAME_BYTES,
@@ -22,6 +24,7 @@ from kvfs.limits import (
     MAX_ROUTE_HASHES,
     MAX_ROUTE_TOKENS,
     MAX_URL_BYTES,
+    MAX_WINDOW_TOKENS,
 )
 from scheduler.conductor.planning.planner import Role
 
@@ -44,6 +47,21 @@ EngineType = Literal["vLLM", "SGLang"]
 """Engines whose KV events are read, by their names in Mooncake's indexer."""
 
 
+class CacheGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Layers of an engine that share blocks of their own, where its layers have several caches."""
+
+    group: Annotated[int, _shown(minimum=0, maximum=MAX_ENGINE_GROUPS - 1)]
+    """The engine's number of it, which its own KV events have as `group_idx`."""
+    kind: Label
+    """vLLM's KVCacheSpecKind: `full_attention`, `mla_attention`, `sliding_window`, `chunked_local_attention`, `mamba`;
+    layers of another one are not followed."""
+    block_tokens: Annotated[int, _shown(minimum=1, maximum=MAX_BLOCK_TOKENS)]
+    layers: Label = ""
+    """Which layers it has: `group_layers` of its namespace's `extra`."""
+    window_tokens: Annotated[int, _shown(minimum=1, maximum=MAX_WINDOW_TOKENS)] | None = None
+    chunk_tokens: Annotated[int, _shown(minimum=1, maximum=MAX_WINDOW_TOKENS)] | None = None
+
+
 class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One engine, as it is registered."""
 
@@ -54,6 +72,9 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """The name that clients ask for: all instances of one model form a pool."""
     namespace: dict[str, Any]
     """The fields of `kvfs.Namespace` of tensor and pipeline rank 0: all instances of a pool have the same."""
+    groups: Annotated[tuple[CacheGroup, ...], _shown(maxItems=MAX_ENGINE_GROUPS)] = ()
+    """All its cache groups, where its layers have several caches; of a pipeline those of the stage that `namespace` is
+    of. Without them its KV events and those of its store say what they can."""
     weights: Label = ""
     """The identity of the weights, which the connector hashes with the first block of a prompt."""
     role: Role = "both"

@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import pytest
 
 from kvfs.namespaces import Namespace
+from scheduler.conductor.values import CacheGroup
 from tests.engines import tiny_families, tiny_gemma, tiny_lfm2
 from tests.engines.engine import BLOCK_TOKENS, Engine, Engines
 from tests.engines.test_vllm_events import free_port
-from tests.engines.tiny_families import GEMMA_4, GEMMA_4_LARGE
+from tests.engines.tiny_families import CHUNK, GEMMA_4, GEMMA_4_LARGE, LLAMA_4
 from tests.scheduler.proxy.test_conductor_routes import process
 from tests.support.waits import eventually
 
@@ -37,11 +39,25 @@ class Case(NamedTuple):
     """How far apart the boundaries are at which prompts go on."""
     settings: Mapping[str, Any] = {}
     """Of its engine."""
+    groups: tuple[CacheGroup, ...] = ()
+    """What is said of its caches, where its events do not say it: how long a chunk is."""
 
 
 FAMILIES: Final = {
     "windows": Case(tiny_gemma.write_model),
     "states": Case(tiny_lfm2.write_model, settings={"native_layers": True, "retained_tokens": 96}),
+    "chunks": Case(
+        LLAMA_4.write,
+        groups=(
+            *(
+                CacheGroup(
+                    group=n, kind="chunked_local_attention", block_tokens=BLOCK_TOKENS, chunk_tokens=CHUNK
+                )
+                for n in range(3)
+            ),
+            CacheGroup(group=3, kind="full_attention", block_tokens=BLOCK_TOKENS),
+        ),
+    ),
     "windows with longer blocks": Case(GEMMA_4.write, boundary_tokens=2 * BLOCK_TOKENS),
     "windows with shorter blocks": Case(GEMMA_4_LARGE.write, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS),
 }
@@ -65,7 +81,7 @@ class Follower:
         """Return how many blocks the engine has of full attention, and of each other kind of layers."""
         with urllib.request.urlopen(f"{self._url}/v1/instances", timeout=60) as answer:
             [stream] = json.load(answer)["streams"]
-        return stream["blocks"]["GPU"], [count for _, _, count in stream["windows"]]
+        return stream["blocks"]["GPU"], [count for _, _, count in stream["windows"] + stream["chunks"]]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -85,6 +101,7 @@ def follower(tmp_path: Path, family: str) -> Iterator[Follower]:
         "model": "m",
         "routable": False,
         "namespace": namespace.as_mapping(),
+        "groups": msgspec.to_builtins(FAMILIES[family].groups),
         "engine_topic": "engine",
         "engine_replay": replay,
     }

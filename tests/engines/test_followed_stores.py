@@ -184,6 +184,8 @@ def followed(
         eventually(
             lambda: [each["knowledge"] for each in made.streams()] == ["current"], "the store is followed"
         )
+        [stream] = made.streams()
+        assert stream["windows"] + stream["chunks"], "the engine has said which layers it has"
         marks = {"name": MARKS, "url": "http://127.0.0.1:1", "model": MARKS, "routable": False}
         made.post("instances", {**marks, "namespace": NAMESPACE.as_mapping(), "store_topic": "node"})
         yield made

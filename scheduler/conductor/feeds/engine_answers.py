@@ -26,7 +26,7 @@ from kvfs.http.server_place import host_in_url
 from kvfs.limits import DEFAULT_BLOCK_TOKENS
 from kvfs.namespaces import Namespace
 from scheduler.conductor.planning.planner import Role
-from scheduler.conductor.values import EngineType, Instance
+from scheduler.conductor.values import CacheGroup, EngineType, Instance
 
 _ROLES: Final[dict[str, Role]] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 _EVERYWHERE: Final = ("*", "0.0.0.0", "::", "[::]")
@@ -87,6 +87,7 @@ class _Publisher(NamedTuple):
 
 
 _models = msgspec.json.Decoder(_Models).decode
+_groups = msgspec.json.Decoder(tuple[CacheGroup, ...]).decode
 _sources = msgspec.json.Decoder(dict[int, _Source]).decode
 
 
@@ -153,7 +154,11 @@ def _blocks(
             namespace = Namespace.from_json(info.get("namespace", ""))
         except InvalidNamespace as error:
             raise AnswerUnclear(f"/metrics: {error}") from None
-        return {"namespace": namespace.as_mapping(), "weights": info.get("weights", "")}
+        return {
+            "namespace": namespace.as_mapping(),
+            "groups": _groups_in(info.get("groups", ""), notes),
+            "weights": info.get("weights", ""),
+        }
     notes.append("no connector of kvfs is in it, so nothing is known of what a store below it has")
     size = cache.get("block_size", "")
     if not size.isdecimal():
@@ -166,6 +171,16 @@ def _blocks(
     except InvalidNamespace as error:
         raise AnswerUnclear(str(error)) from None
     return {"namespace": alone.as_mapping()}
+
+
+def _groups_in(text: str, notes: list[str]) -> tuple[CacheGroup, ...]:
+    """Return the cache groups that kvfs's connector says; none where it says nothing of them, or not so as is known
+    here."""
+    try:
+        return _groups(text) if text else ()
+    except (msgspec.MsgspecError, RecursionError) as error:
+        notes.append(f"which caches its layers have is not understood, only what events say of them: {error}")
+        return ()
 
 
 def _labels(metrics: str, name: str, rank: int | None) -> dict[str, str] | None:

@@ -18,15 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvfs._native.cluster.index import MAX_STRIDE
 from kvfs.events.event_streams import Engine, EventStreams, Missing
-from kvfs.events.kv_events import CHUNKS, GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, group_of
+from kvfs.events.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvfs.keys import HASH_BYTES
-from kvfs.limits import MAX_BLOCK_PARTS
 from scheduler.conductor.feeds.engine_hashes import EngineHashes
 from scheduler.conductor.feeds.store_windows import StoreWindows
 from scheduler.conductor.registry import Registry
-from scheduler.conductor.sources import Knowledge, Place, Stream, StreamName, Window
+from scheduler.conductor.sources import Knowledge, Place, Stream, StreamName, Window, window_of
 
 
 class Feed:
@@ -62,6 +60,18 @@ class Feed:
         if stream is not None and stream.has_others:
             stream.has_others = False
             self.wanted.add(Engine(*name))
+        self.regroup(name)
+
+    def regroup(self, name: StreamName) -> None:
+        """Have a store say again what it has, if its instances say other groups than those by which it was heard."""
+        stream = self._registry.stream(name)
+        if stream is not None and stream.regrouped:
+            windows = self._windows_of(stream)
+            for model in stream.regrouped:
+                windows.forget(model)
+            stream.regrouped.clear()
+            self.wanted.add(Engine(*name))
+            self.on_wanted()
 
     def drop(self, name: StreamName) -> None:
         """Follow a stream no more."""
@@ -140,8 +150,10 @@ class Feed:
         not followed, and for all but the first group where an engine does not say what it has."""
         group = event.group_idx or 0
         if isinstance(event, BlockStored) and event.kv_cache_spec_kind is not None:
-            [block_tokens] = stream.block_tokens.values()
-            window = _window_of(event, block_tokens)
+            [layers] = stream.layers.values()
+            window = _window_of(
+                event, layers.block_tokens, event.chunk_tokens or layers.chunk_tokens.get(group)
+            )
             # Of recurrent layers vLLM can keep the state at a prompt's end, too, as a shorter block of the same group.
             if window is None or stream.groups.get(group, window) != window:
                 return None
@@ -150,7 +162,10 @@ class Feed:
         return None if known is None else Place(event.medium or GPU, known)
 
     def _of_store(self, stream: Stream, event: BlockStored | BlockRemoved) -> None:
-        if event.layers_of and event.layers_of not in stream.block_tokens:
+        if event.layers_of and event.layers_of in stream.unused:
+            self._registry.drop_layers(stream, event.layers_of)
+            self._windows_of(stream).forget(event.layers_of)
+        if event.layers_of and event.layers_of not in stream.layers:
             stream.has_others = True
             return
         keys = [each for each in event.block_hashes if isinstance(each, bytes) and len(each) == HASH_BYTES]
@@ -168,12 +183,16 @@ class Feed:
         if not event.group_idx:
             self._registry.stored(stream, place, b"".join(keys), parent)
             return
-        block_tokens = stream.block_tokens.get(event.layers_of or b"")
-        window = None if block_tokens is None else _window_of(event, block_tokens)
-        if window is None or not window.blocks or parent is None:
+        layers = stream.layers.get(event.layers_of or b"")
+        window = None if layers is None else _window_of(event, layers.block_tokens, event.chunk_tokens)
+        if layers is None or window is None or not window.blocks or parent is None:
+            self._registry.counts["other_group_events"] += 1
+            return
+        groups = layers.alike(event.group_idx)
+        if layers.groups and layers.in_store.get(event.group_idx) != window:
             self._registry.counts["other_group_events"] += 1
         else:
-            there = self._windows_of(stream).stored(window, event, keys, parent)
+            there = self._windows_of(stream).stored(window, event, keys, parent, groups)
             self._registry.removed(stream, there.place, b"".join(there.gone))
             # Also without keys: that such layers are there is what full attention is limited by.
             self._registry.stored(stream, there.place, b"".join(there.keys), None)
@@ -218,22 +237,7 @@ class Feed:
         self._registry.cleared(stream, knowledge)
 
 
-def _window_of(event: BlockStored, block_tokens: int) -> Window | None:
-    """Return what an event's layers read before a boundary, beside full attention with blocks of so many tokens; None
-    where that is not followed.
-
-    Chunks are not where events do not say how long one is, as engines' do not: to ask for all of their blocks would
-    find next to nothing. Nor are layers that read nothing before a token, and blocks of which neither some are as long
-    as one of full attention, and a window or chunk as some of these, nor one as some of full attention.
-    """
-    group, own_tokens = group_of(event), event.block_size
-    if group.window_blocks is None:
-        return None if event.kv_cache_spec_kind in CHUNKS else Window()
-    if own_tokens < 1 or not group.window_blocks:
-        return None
-    stride, parts = max(own_tokens // block_tokens, 1), max(block_tokens // own_tokens, 1)
-    if stride * block_tokens != parts * own_tokens or stride > MAX_STRIDE or parts > MAX_BLOCK_PARTS:
-        return None
-    if group.window_blocks % parts:
-        return None
-    return Window(group.window_blocks // parts, stride, parts, group.is_chunked)
+def _window_of(event: BlockStored, block_tokens: int, chunk_tokens: int | None) -> Window | None:
+    """Return what an event's layers read before a boundary, beside full attention with blocks of so many tokens."""
+    window_tokens = event.kv_cache_spec_sliding_window
+    return window_of(event.kv_cache_spec_kind, event.block_size, window_tokens, chunk_tokens, block_tokens)

@@ -86,6 +86,8 @@ class Listener:
     def sync(self) -> None:
         """Follow no stream that is of no instance now."""
         left = {stream.name for stream in self._registry.streams()}
+        for name in left:
+            self._feed.regroup(name)
         for name in self._followed - left:
             self._feed.drop(name)
             self._asked_s.pop(Engine(*name), None)

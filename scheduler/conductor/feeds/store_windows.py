@@ -4,8 +4,9 @@ Responsibility: a store keys each cache group by itself, and has a window's bloc
 with the same last token. Prompts are looked up by the keys of full attention: say under which of them all groups of a
 kind have their block.
 
-Invariants: a block is there while any medium has it. A place has what each group has that was ever told of there: one
-that appears takes out what it lacks. At most `max_blocks` are remembered; others are misses, and counted.
+Invariants: a block is there while any medium has it. A place has what each group has that instances say, or that was
+ever told of there: one that appears takes out what it lacks. At most `max_blocks` are remembered; others are misses,
+and counted.
 
 Concurrency: one thread.
 """
@@ -13,7 +14,7 @@ Concurrency: one thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -71,10 +72,25 @@ class StoreWindows:
         for beside in self._places.values():
             beside.keys.clear()
 
-    def stored(self, window: Window, event: BlockStored, hashes: list[bytes], parent: bytes) -> Change:
-        """Return what changes by blocks of a group that are stored."""
+    def forget(self, model: bytes) -> None:
+        """Drop the blocks of a model, and which groups it has."""
+        self._places = {place: beside for place, beside in self._places.items() if place.model != model}
+        self._blocks = {hash: block for hash, block in self._blocks.items() if block.place.model != model}
+
+    def stored(
+        self,
+        window: Window,
+        event: BlockStored,
+        hashes: list[bytes],
+        parent: bytes,
+        groups: Iterable[int] = (),
+    ) -> Change:
+        """Return what changes by blocks of a group that are stored. `groups`: all that read so much, where that was
+        said."""
         place = Place("", window, event.layers_of or b"")
-        beside = self._places.setdefault(place, _Beside(window.parts))
+        beside = self._places.get(place)
+        if beside is None:
+            beside = self._places[place] = _Beside(window.parts, {each: each for each in groups})
         group = event.group_idx or 0
         change = Change(place, [], self._appear(beside, group))
         for hash, anchor in zip(hashes, [parent, *hashes], strict=False):

@@ -44,7 +44,7 @@ def node(n: int, **changes: Any) -> Instance:
 def holds(made: Conductor, n: int, hashes: list[bytes]) -> None:
     stream = made.registry.stream(StreamName(f"node-{n}", 0))
     assert stream is not None
-    [model] = stream.block_tokens
+    [model] = stream.layers
     made.registry.stored(stream, Place(CPU, model=model), b"".join(hashes), None)
 
 

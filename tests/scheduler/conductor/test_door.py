@@ -244,6 +244,7 @@ def test_an_open_door_needs_tokens(tmp_path: Path) -> None:
             400,
             "output_tokens.* 1048576",
         ),
+        ("POST", "/v1/instances", given("b", groups=[{"group": 0}]), 400, r"`kind`.*\$\.groups\[0\]"),
         (
             "POST",
             "/v1/instances",

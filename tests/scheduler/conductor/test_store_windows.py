@@ -24,13 +24,13 @@ from kvfs.events.kv_events import (
     start_of,
 )
 from kvfs.keys import prefix_hashes, split_keys
-from kvfs.namespace_groups import CHUNK, FULL_TOKENS, KIND, LAYERS, WINDOW, group_in
+from kvfs.namespace_groups import CHUNK, FULL_TOKENS, KIND, LAYERS, WINDOW, describe_groups, group_in
 from kvfs.namespaces import Namespace
 from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.feeds.feed import Feed
 from scheduler.conductor.feeds.store_windows import StoreWindows
 from scheduler.conductor.sources import StreamName
-from scheduler.conductor.values import RouteRequest
+from scheduler.conductor.values import CacheGroup, RouteRequest
 from tests.scheduler.conductor.test_feed import message, of_store
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Clock, conductor, instance
 from tests.support.prefix_needs import Block, Layers, longest
@@ -94,6 +94,13 @@ def namespace_of(group: int, model: str = "hybrid") -> Namespace:
     )
 
 
+def groups_said(*groups: int, model: str = "hybrid") -> tuple[CacheGroup, ...]:
+    """Return what an engine says of these groups, by its connector."""
+    described = describe_groups({group: namespace_of(group, model) for group in groups})
+    assert len(described) == len(groups)
+    return tuple(CacheGroup(**each) for each in described)
+
+
 def hashes(group: int, model: str = "hybrid") -> list[bytes]:
     return split_keys(prefix_hashes(namespace_of(group, model), PROMPT))
 
@@ -131,11 +138,13 @@ def removed(group: int, block: int, medium: str = CPU, model: str = "hybrid") ->
 class Stand:
     """A Conductor with engines of two models on the store `node`: one with several kinds of attention, one without."""
 
-    def __init__(self, *events: KVEvent, model: str = "hybrid") -> None:
+    def __init__(self, *events: KVEvent, model: str = "hybrid", said: Iterable[int] | None = None) -> None:
+        """`said`: the groups beside full attention, where the instance says which there are."""
         hybrid = namespace_of(FULL, model).as_mapping()
+        groups = () if said is None else groups_said(FULL, *said, model=model)
         self.conductor: Conductor = conductor(
             Clock(),
-            instance("hybrid", model=model, namespace=hybrid, store_topic="node"),
+            instance("hybrid", model=model, namespace=hybrid, groups=groups, store_topic="node"),
             instance("plain", store_topic="node"),
         )
         self.feed = Feed(self.conductor.registry, self.conductor.now_s)
@@ -186,6 +195,7 @@ LOSSES: Final = ("gap", "silence", "restart", "clearing")
     st.sampled_from(MODELS),
     st.permutations(range(5)),
     st.integers(1, 5),
+    st.none() | st.sets(st.sampled_from([WINDOW_3, ALSO_WINDOW_3, STATE, WINDOW_2])),
     st.lists(st.integers(0, BLOCKS), min_size=5, max_size=5),
     changes,
     changes,
@@ -195,14 +205,18 @@ def test_a_prefix_counts_as_far_as_each_group_has_what_its_layers_read(
     model: str,
     order: list[int],
     count: int,
+    said: set[int] | None,
     demoted: list[int],
     some: list[Change],
     more: list[Change],
     loss: str,
 ) -> None:
     """Groups are told in any order, some as a whole, each of which is on NVMe from some block on; then blocks come to
-    either tier and leave it. A manifest says all again, also after all was lost. Some have longer or shorter blocks."""
-    stand, held = Stand(model=model), defaultdict[Block, set[str]](set)
+    either tier and leave it. A manifest says all again, also after all was lost. Some have longer or shorter blocks.
+
+    Where the instance has `said` its groups, these count and no others, whether they are told or not.
+    """
+    stand, held = Stand(model=model, said=said), defaultdict[Block, set[str]](set)
     whole = [
         (True, group, block, STORAGE if block >= demoted[group] else CPU)
         for group in dict.fromkeys([*order[:count], FULL])
@@ -221,7 +235,8 @@ def test_a_prefix_counts_as_far_as_each_group_has_what_its_layers_read(
 
     def agrees() -> bool:
         there = {block for block, media in held.items() if media}
-        return stand.held() == longest(layers_in(model, {FULL, *told}), there, BLOCKS)
+        groups = {FULL, *(told if said is None else said)}
+        return stand.held() == longest(layers_in(model, groups), there, BLOCKS)
 
     told: set[int] = set()
     hear(*whole, *some)
