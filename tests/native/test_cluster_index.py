@@ -39,6 +39,7 @@ class Model:
         self.producers: dict[bytes, int] = {}
         self.windows: dict[int, list[Beside]] = {}
         self.others: dict[int, int] = {}
+        self.alone: set[int] = set()
 
     def add(self, source: int, hashes: Iterable[bytes], producer: int | None = None) -> None:
         for key in hashes:
@@ -69,24 +70,35 @@ class Model:
     def of(self, source: int) -> list[bytes]:
         return [key for key, held in self.holders.items() if source in held]
 
+    def set_windows(self, source: int, windows: list[Beside], other: int | None, alone: bool) -> None:
+        self.windows.pop(source, None)
+        self.alone.discard(source)
+        self.others[source] = source if other is None else other
+        if windows:
+            self.windows[source] = windows
+            self.alone |= {source} if alone else set()
+
     def usable(self, hashes: list[bytes]) -> list[set[int]]:
         """Return who has each block of the longest prefix for somebody who goes on from there."""
-        held = list(takewhile(bool, (self.holders.get(key, set()) for key in hashes)))
+        held = [self.holders.get(key, set()) for key in hashes]
 
         def goes_on(source: int, windows: list[Beside], end: int) -> bool:
-            either = {source, self.others.get(source, source)}
-            return all(either & each for each in held[:end]) and all(
+            either = {source, self.others[source]}
+            return (source in self.alone or all(either & each for each in held[:end])) and all(
                 end % stride == 0
                 and all(holder in each for each in _read(held[stride - 1 : end : stride], count, is_chunked))
                 for holder, count, stride, is_chunked in windows
             )
 
         ends = {
-            source: max((n for n in range(1, len(held) + 1) if goes_on(source, windows, n)), default=0)
+            source: next((n for n in range(len(held), 0, -1) if goes_on(source, windows, n)), 0)
             for source, windows in self.windows.items()
         }
         beside = {holder for windows in self.windows.values() for holder, *_ in windows}
-        found = [{each for each in some if n < ends.get(each, n + 1)} - beside for n, some in enumerate(held)]
+        there = [some | self.alone for some in held]
+        found = [
+            {each for each in some if n < ends.get(each, n + 1)} - beside for n, some in enumerate(there)
+        ]
         return list(takewhile(bool, found))
 
     def runs(self, hashes: list[bytes]) -> tuple[tuple[int, int, int | None], ...]:
@@ -141,13 +153,12 @@ class Machine(RuleBasedStateMachine):
         self.index.clear(source)
         self.model.clear(source)
 
-    @rule(source=sources, windows=windows, other=st.none() | sources)
-    def set_windows(self, source: int, windows: list[Beside], other: int | None) -> None:
-        self.index.set_windows(source, windows, other)
-        self.model.windows.pop(source, None)
-        self.model.others[source] = source if other is None else other
-        if windows:
-            self.model.windows[source] = windows
+    @rule(source=sources, windows=windows, other=st.none() | sources, alone=st.booleans())
+    def set_windows(self, source: int, windows: list[Beside], other: int | None, alone: bool) -> None:
+        alone = alone and bool(windows)
+        other = None if alone else other
+        self.index.set_windows(source, windows, other, alone=alone)
+        self.model.set_windows(source, windows, other, alone)
 
     @rule(segments=st.integers(1, 3))
     def sweep(self, segments: int) -> None:
@@ -273,22 +284,29 @@ lost = st.one_of(few, few.map(lambda kept: set(range(12)) - kept))
 """Of twelve blocks a few, or all but a few: chunks go on where nothing of theirs is there."""
 
 
+beside = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), strides, st.booleans()), max_size=3)
+ALONE = (None, True)
+
+
 @given(
-    st.tuples(few, lost, lost, lost),
-    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), strides, st.booleans()), max_size=3),
-    st.sampled_from([None, 0, 3]),
+    st.tuples(lost, lost, lost, lost),
+    st.tuples(beside, beside),
+    st.tuples(*[st.sampled_from([(None, False), (0, False), (3, False), ALONE, ALONE])] * 2),
 )
 def test_a_source_counts_as_far_as_its_windows_go_on(
-    lost: tuple[set[int], ...], beside: list[Beside], other: int | None
+    lost: tuple[set[int], ...],
+    beside: tuple[list[Beside], ...],
+    further: tuple[tuple[int | None, bool], ...],
 ) -> None:
     index, model, hashes = ClusterIndex(100), Model(), HEAP[:12]
     for source, gone in enumerate(lost):
         held = [key for n, key in enumerate(hashes) if n not in gone]
         index.add(source, b"".join(held))
         model.add(source, held)
-    index.set_windows(0, beside, other)
-    model.windows = {0: beside} if beside else {}
-    model.others = {} if other is None else {0: other}
+    for source, windows, (other, alone) in zip((0, 3), beside, further, strict=True):
+        if windows:
+            index.set_windows(source, windows, other, alone=alone)
+            model.set_windows(source, windows, other, alone)
     packed = b"".join(hashes)
     assert index.runs(packed) == model.runs(hashes)
     assert index.match(packed) == model.match(hashes, range(4))
@@ -387,6 +405,76 @@ def test_several_sources_end_within_a_run_that_all_hold() -> None:
     assert index.runs(hashes) == ((0b101010101, 8, None), (0b1000100, 1, None), (0b1000000, 2, None))
 
 
+def test_a_window_alone_goes_on_behind_blocks_that_nobody_holds() -> None:
+    """Source 0 is of a model whose layers all have a window of two blocks, which source 1 holds."""
+    index, hashes = ClusterIndex(1_000), b"".join(HEAP[:10])
+    index.set_windows(0, [(1, 2, 1, False)], alone=True)
+    assert index.match(hashes) == []
+    index.add(1, HEAP[5] + HEAP[6] + HEAP[7] + HEAP[9])
+    assert (index.runs(hashes), index.match(hashes)) == (((1, 8, None),), [(0, 8)])
+    assert index.depths(hashes, [1, 2, 3]) == [8, 0, 8]
+    assert index.match(hashes[: 6 * 16]) == [], "half of the window is not there"
+    index.add(5, b"".join(HEAP[:3] + HEAP[7:]))
+    assert index.runs(hashes) == ((0b100001, 3, None), (1, 4, None), (0b100001, 1, None), (0b100000, 2, None))
+    assert index.match(hashes) == [(0, 8), (5, 3)]
+    assert index.depths(hashes, [1, 0b100000], limited=False) == [0, 3], "what is held"
+    index.remove(1, HEAP[6])
+    assert index.match(hashes) == [(5, 3)]
+    index.add(1, HEAP[6])
+    index.set_windows(0, [(1, 2, 1, False)])
+    assert index.match(hashes) == [(5, 3)], "of full attention it needs all"
+
+
+def test_states_alone_go_on_from_the_last_one_that_is_there() -> None:
+    """Source 1 has states, each as long as two blocks of source 0; what else was held was cleared."""
+    index, hashes = ClusterIndex(1_000), b"".join(HEAP[:10])
+    index.set_windows(0, [(1, 1, 2, False)], alone=True)
+    index.add(1, HEAP[3] + HEAP[7])
+    index.add(6, HEAP[2] + HEAP[8])
+    index.produce(7, 4, b"".join(HEAP[:5]))
+    index.clear(6)
+    index.clear(7)
+    for _ in range(2):
+        assert index.runs(hashes) == ((1, 8, None),)
+        assert index.match(hashes[: 7 * 16]) == [(0, 4)]
+        assert index.match(hashes[: 3 * 16]) == []
+        while index.sweep():
+            pass
+    index.produce(7, 4, b"".join(HEAP[4:8]))
+    assert index.runs(hashes) == ((1, 4, None), (0b10000001, 3, 4), (0b10000001, 1, None))
+    index.add(7, b"".join(HEAP[:4]))
+    index.clear(1)
+    assert index.match(hashes) == [(7, 8)]
+
+
+def test_of_windows_alone_that_nobody_holds_a_prompt_counts_only_where_chunks_end() -> None:
+    index, hashes = ClusterIndex(1_000), b"".join(HEAP[:10])
+    index.set_windows(0, [(1, 4, 1, True)], alone=True)
+    assert (index.runs(hashes), index.match(hashes[:48])) == (((1, 8, None),), [])
+    assert index.match(hashes[: 8 * 16]) == [(0, 8)]
+    index.set_windows(2, [(3, 3, 1, True)], alone=True)
+    assert index.runs(hashes) == ((0b101, 8, None), (0b100, 1, None))
+    index.set_windows(0, [(1, 4, 1, True), (4, 1, 1, False)], alone=True)
+    assert index.match(hashes) == [(2, 9)]
+    index.set_windows(2, [(3, 10, 1, False)], alone=True)
+    assert index.runs(hashes) == ()
+
+
+def test_windows_alone_change_nothing_of_sources_with_full_attention() -> None:
+    """Source 0 has full attention and a window in source 1, source 2 lacks a block, and source 3 has windows alone, in
+    source 2, which is none for a prompt then."""
+    index, hashes = ClusterIndex(1_000), b"".join(HEAP[:12])
+    index.add(0, b"".join(HEAP[:6] + HEAP[7:]))
+    index.add(1, b"".join(HEAP[:5] + HEAP[7:]))
+    index.add(2, b"".join(HEAP[:4] + HEAP[8:11]))
+    index.set_windows(0, [(1, 2, 1, False)])
+    assert (index.match(hashes), index.runs(hashes)) == ([(0, 5), (2, 4)], ((0b101, 4, None), (1, 1, None)))
+    index.set_windows(4, [(5, 1, 1, False)], alone=True)
+    assert (index.match(hashes), index.runs(hashes)) == ([(0, 5), (2, 4)], ((0b101, 4, None), (1, 1, None)))
+    index.set_windows(3, [(2, 3, 1, False)], alone=True)
+    assert (index.match(hashes), index.runs(hashes)) == ([(3, 11), (0, 5)], ((0b1001, 5, None), (8, 6, None)))
+
+
 def test_blocks_without_their_parent_are_counted() -> None:
     index = ClusterIndex(1_000)
     index.add(0, b"".join(HEAP[:3]))
@@ -449,6 +537,8 @@ def test_questions_from_other_threads_are_answered_while_blocks_come_and_go() ->
         lambda index: index.set_windows(0, [(1, 1, MAX_STRIDE + 1, False)]),
         lambda index: index.set_windows(0, [(1, 1, 1, False)], MAX_SOURCES),
         lambda index: index.set_windows(0, [(1, 1, 1, False)] * (MAX_WINDOWS + 1)),
+        lambda index: index.set_windows(0, [], alone=True),
+        lambda index: index.set_windows(0, [(1, 1, 1, False)], 0, alone=True),
     ],
 )
 def test_what_is_out_of_range_is_refused(call: object) -> None:

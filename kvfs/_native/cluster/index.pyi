@@ -45,7 +45,12 @@ class ClusterIndex:
         Changes of blocks do the same as they go. The mutex is free between two segments."""
 
     def set_windows(
-        self, source: int, windows: Sequence[tuple[int, int, int, bool]], other: int | None = None
+        self,
+        source: int,
+        windows: Sequence[tuple[int, int, int, bool]],
+        other: int | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
         """Count a source, from the first block on, only as far as what lies beside it goes on, in place of what was
         said before; () ends it.
@@ -57,8 +62,11 @@ class ClusterIndex:
         many blocks, one behind the other from the first block on: a prompt then needs the blocks since the last one
         ended, and none where one ends. `runs`, `match` and `depths` then have the source up to the last boundary from
         which a prompt can go on, and the windows themselves not at all; so a source that is its own window counts
-        nowhere. `other`: a source that may have what this one lacks of a prompt: both lie in one store. Raises
-        InvalidRequest for more windows, longer blocks, and windows of none.
+        nowhere. `other`: a source that may have what this one lacks of a prompt: both lie in one store. `alone`: the
+        source is of a model without full attention, which reads none of its own blocks. Each of them counts as there,
+        held or not: up to the last boundary at which its windows go on the source has all, also those that nobody
+        holds. Raises InvalidRequest for more windows, longer blocks, and windows of none; and with `alone` for no
+        window, and for an `other` source.
         """
 
     # --- what is under way --------------------------------------------------------------------------------
@@ -72,10 +80,11 @@ class ClusterIndex:
     # --- questions ----------------------------------------------------------------------------------------
     def runs(self, hashes: Buffer) -> tuple[tuple[int, int, int | None], ...]:
         """Return the longest prefix of the hashes that the cluster holds, in runs that the same sources hold: the mask
-        of the sources, how many blocks, and the number of the prefill that is to make them."""
+        of the sources, how many blocks, and the number of the prefill that is to make them. While any source has
+        windows alone, all hashes are looked up."""
 
     def match(self, hashes: Buffer) -> list[tuple[int, int]]:
-        """Return each source that holds the first block, and how many of the hashes it holds without a gap from there
+        """Return each source that has the first block, and how many of the hashes it has without a gap from there
         on; the longest first, of equals the lowest source first."""
 
     def depths(self, hashes: Buffer, masks: Sequence[int], limited: bool = True) -> list[int]:

@@ -47,6 +47,7 @@ cdef extern from "cluster/index_core.h" nogil:
         uint32_t stride
         uint32_t other
         uint32_t is_chunked
+        uint32_t is_alone
     kvfs_cluster *kvfs_cluster_new(uint64_t max_blocks, uint64_t seed)
     void kvfs_cluster_free(kvfs_cluster *c)
     int64_t kvfs_cluster_change(kvfs_cluster *c, kvfs_set_change change, uint32_t source, int64_t producer,
@@ -232,7 +233,7 @@ cdef class ClusterIndex:
                 segments -= 1
         return not swept
 
-    def set_windows(self, uint64_t source, windows, other=None):
+    def set_windows(self, uint64_t source, windows, other=None, *, bint alone=False):
         cdef kvfs_window given[8]
         cdef size_t count = len(windows), place
         cdef uint64_t beside = source if other is None else other
@@ -241,6 +242,10 @@ cdef class ClusterIndex:
         check_source(beside)
         if count > KVFS_WINDOWS_OF_SOURCE:
             raise InvalidRequest(f"source {source}: {count} windows: the limit is {KVFS_WINDOWS_OF_SOURCE}")
+        if alone and not count:
+            raise InvalidRequest(f"source {source}: alone without a window it would hold every prompt")
+        if alone and other is not None:
+            raise InvalidRequest(f"source {source}: alone it lacks nothing that source {other} may have")
         for place in range(count):
             given[place].holder, given[place].blocks, given[place].stride, is_chunked = windows[place]
             given[place].is_chunked = <bint>is_chunked
@@ -250,6 +255,7 @@ cdef class ClusterIndex:
             if not 1 <= given[place].stride <= KVFS_WINDOW_STRIDE:
                 raise InvalidRequest(f"stride {given[place].stride}: must be from 1 to {KVFS_WINDOW_STRIDE}")
             given[place].other = <uint32_t>beside
+            given[place].is_alone = alone
         kvfs_lock(&self._mutex)
         rc = kvfs_cluster_set_windows(self._c, source, given, count)
         kvfs_unlock(&self._mutex)

@@ -343,12 +343,13 @@ void kvfs_cluster_clear(struct kvfs_cluster *c, uint32_t source) {
 }
 
 /* --- walks ---------------------------------------------------------------------------------------------------- */
-/* Along the hashes of a prompt, until one has no entry. */
+/* Along the hashes of a prompt, until one has no entry; or past those, to the last one. */
 struct walk {
     const struct kvfs_cluster *index;
     const uint8_t *hashes;
-    size_t count, at; /* `at`: of the first block of the next stretch */
-    uint32_t set;     /* of that block; 0 at the end */
+    size_t count, at;   /* `at`: of the first block of the next stretch */
+    uint32_t set;       /* of that block; 0 where it has no entry, and at the end */
+    int passes_missing; /* it goes on there */
     const struct kvfs_line *ahead[AHEAD];
 };
 
@@ -368,6 +369,7 @@ static void begin_walk(struct walk *walk, const struct kvfs_cluster *c, const ui
     walk->hashes = hashes;
     walk->count = count;
     walk->at = 0;
+    walk->passes_missing = 0;
     for (size_t i = 0; i < count && i < AHEAD; i++) walk->ahead[i] = prefetch(c, hashes + i * HASH);
     walk->set = look(walk);
 }
@@ -382,25 +384,38 @@ static uint32_t next_stretch(struct walk *walk) {
     return set;
 }
 
-/* 1 and the next run, or 0. */
-static int next_run(struct walk *walk, struct kvfs_run *run) {
-    const struct kvfs_sets *sets = &walk->index->sets;
-    const size_t first = walk->at;
-    const struct kvfs_set *set = kvfs_set_at(sets, walk->set);
+static int is_at_end(const struct walk *walk) {
+    return !walk->set && (walk->at >= walk->count || !walk->passes_missing);
+}
+
+static void pass_missing(struct walk *walk) {
+    while (!walk->set && !is_at_end(walk)) {
+        walk->at++;
+        walk->set = look(walk);
+    }
+}
+
+/* Writes who holds the next block, and the prefill that is to make it. Whether anybody does. */
+static int find_holders(const struct walk *walk, struct kvfs_run *run) {
+    const struct kvfs_set *set = kvfs_set_at(&walk->index->sets, walk->set);
     uint64_t any = 0;
     translate(walk->index, set->words, run->holders);
     for (uint32_t i = 0; i < KVFS_CLUSTER_MASK_WORDS; i++) any |= run->holders[i];
-    if (!any) return 0;
-    run->producer = set->producer;
-    next_stretch(walk);
-    /* Sets may differ in columns of nobody alone. */
-    while (walk->set) {
-        uint64_t holders[KVFS_CLUSTER_MASK_WORDS];
-        const struct kvfs_set *other = kvfs_set_at(sets, walk->set);
-        translate(walk->index, other->words, holders);
-        if (other->producer != run->producer || memcmp(holders, run->holders, sizeof holders) != 0) break;
-        next_stretch(walk);
-    }
+    run->producer = any ? set->producer : KVFS_NO_PRODUCER;
+    return any != 0;
+}
+
+/* 1 and the next run, or 0. */
+static int next_run(struct walk *walk, struct kvfs_run *run) {
+    const size_t first = walk->at;
+    struct kvfs_run next;
+    if (is_at_end(walk) || (!find_holders(walk, run) && !walk->passes_missing)) return 0;
+    /* Sets may differ in columns of nobody alone, and without any other they are as no entry is. */
+    do {
+        if (!next_stretch(walk)) pass_missing(walk);
+        if (is_at_end(walk)) break;
+        find_holders(walk, &next);
+    } while (next.producer == run->producer && memcmp(next.holders, run->holders, sizeof next.holders) == 0);
     run->blocks = walk->at - first;
     return 1;
 }
@@ -408,6 +423,7 @@ static int next_run(struct walk *walk, struct kvfs_run *run) {
 int kvfs_cluster_runs(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, struct kvfs_runs *runs) {
     struct walk walk;
     begin_walk(&walk, c, hashes, count);
+    walk.passes_missing = c->windows.alone != 0;
     for (runs->count = 0;; runs->count++) {
         struct kvfs_run *grown = kvfs_grow(runs->at, &runs->room, runs->count + 1, sizeof *grown);
         if (!grown) return -ENOMEM;

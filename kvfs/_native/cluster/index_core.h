@@ -37,9 +37,10 @@ struct kvfs_depth {
 /* Blocks beside those of `source`, each as long as `stride` of these, KVFS_WINDOW_STRIDE at most, and by the hash of the
  * last: a prompt goes on from a boundary only where one of them ends and `holder` has the last `blocks` before it, or with
  * chunks, of `blocks` each, those since the last chunk ended. `other` may have in place of `source` what this lacks of the
- * prompt; none but itself is `source`. */
+ * prompt; none but itself is `source`. `is_alone`, the same of all windows of a source: nothing is read of its own blocks,
+ * and each counts as there. */
 struct kvfs_window {
-    uint32_t source, holder, blocks, stride, other, is_chunked;
+    uint32_t source, holder, blocks, stride, other, is_chunked, is_alone;
 };
 
 struct kvfs_cluster *kvfs_cluster_new(uint64_t max_blocks, uint64_t seed);
@@ -57,9 +58,9 @@ uint32_t kvfs_cluster_unswept(const struct kvfs_cluster *c);
 /* From here on a source counts as far as its windows go on, KVFS_WINDOWS_OF_SOURCE at most: 0 or -ENOMEM. */
 int kvfs_cluster_set_windows(struct kvfs_cluster *c, uint32_t source, const struct kvfs_window *windows, size_t count);
 
-/* The longest prefix that is held, in runs: 0 or -ENOMEM. */
+/* The longest prefix of which each block is held, or counts as there, in runs: 0 or -ENOMEM. */
 int kvfs_cluster_runs(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, struct kvfs_runs *runs);
-/* Writes how far each source gets that holds the first block: how many sources, or -ENOMEM. */
+/* Writes how far each source gets that has the first block: how many sources, or -ENOMEM. */
 int64_t kvfs_cluster_match(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count,
                            struct kvfs_depth depths[KVFS_CLUSTER_SOURCES]);
 /* Writes how far the sources of each mask get together; the caller wants `depths` to be zeros. 0 or -ENOMEM. */

@@ -7,8 +7,13 @@
  * each window ends. The same hold all blocks of a run, so that its last boundary is the best of it, and where a chunk's are
  * not among them the last one at which a chunk ends: of each run that one alone is looked at.
  *
- * Invariants: a window holds nothing for a prompt by itself, and is in no run that is returned. Costs: sources with
- * windows x runs. Concurrency: none.
+ * A model without full attention has windows that are alone: of the blocks far before a boundary it reads none. So its
+ * source has each block before one, and its prompts go on behind blocks that nobody holds; until the end those are runs,
+ * too.
+ *
+ * Invariants: a window holds nothing for a prompt by itself, and is in no run that is returned. How far a source can be
+ * used depends on what sources hold, never on how far others can be used. Costs: sources with windows x runs.
+ * Concurrency: none.
  */
 #include "windows_core.h"
 #include "growth.h"
@@ -17,6 +22,7 @@
 #include <string.h>
 
 static int has_source(const uint64_t *mask, uint32_t source) { return (mask[source / 64] >> source % 64 & 1) != 0; }
+static void put_source(uint64_t *mask, uint32_t source) { mask[source / 64] |= 1ull << source % 64; }
 static void take_source(uint64_t *mask, uint32_t source) { mask[source / 64] &= ~(1ull << source % 64); }
 
 int kvfs_windows_set(struct kvfs_windows *w, uint32_t source, const struct kvfs_window *given, size_t count) {
@@ -31,6 +37,8 @@ int kvfs_windows_set(struct kvfs_windows *w, uint32_t source, const struct kvfs_
         w->at[kept++].source = source;
     }
     w->count = kept;
+    w->alone = 0;
+    for (uint32_t i = 0; i < kept; i++) w->alone += w->at[i].is_alone != 0;
     return 0;
 }
 
@@ -101,6 +109,11 @@ static int windows_go_on(const struct kvfs_window *windows, size_t count, uint64
     return goes_on;
 }
 
+/* Whether all blocks of a run count as there. */
+static int is_there(const struct kvfs_window *of, const struct kvfs_run *run) {
+    return of->is_alone || has_source(run->holders, of->source) || has_source(run->holders, of->other);
+}
+
 static struct usable usable_of(const struct kvfs_window *windows, size_t count, const struct kvfs_runs *runs) {
     uint64_t held[KVFS_WINDOWS_OF_SOURCE] = {0}; /* of each window's own, up to here and without a gap */
     const uint64_t step = apart(windows, count);
@@ -110,7 +123,7 @@ static struct usable usable_of(const struct kvfs_window *windows, size_t count, 
     for (size_t k = 0; k < count; k++) has_chunks |= windows[k].is_chunked;
     for (size_t i = 0; i < runs->count; i++) {
         const struct kvfs_run *run = &runs->at[i];
-        if (!has_source(run->holders, windows->source) && !has_source(run->holders, windows->other)) break;
+        if (!is_there(windows, run)) break;
         const uint64_t first = end;
         end += run->blocks;
         const uint64_t boundary = has_chunks ? chunks_go_on_from(windows, count, step, held, run, first, end)
@@ -121,8 +134,14 @@ static struct usable usable_of(const struct kvfs_window *windows, size_t count, 
     return usable;
 }
 
-/* Ends a run behind so many blocks, and takes a source out of the rest of it: 0 or -ENOMEM. */
-static int split_and_take(struct kvfs_runs *runs, uint32_t source, uint64_t blocks) {
+/* Takes the source of a window out of the runs behind so many; one that is alone has all before. */
+static void end_behind(struct kvfs_runs *runs, const struct kvfs_window *of, size_t count) {
+    for (size_t i = 0; i < count && of->is_alone; i++) put_source(runs->at[i].holders, of->source);
+    for (size_t i = count; i < runs->count; i++) take_source(runs->at[i].holders, of->source);
+}
+
+/* Ends a run behind so many blocks, and with it those of a window's source: 0 or -ENOMEM. */
+static int split_and_end(struct kvfs_runs *runs, const struct kvfs_window *of, uint64_t blocks) {
     size_t i = 0;
     uint64_t before = 0;
     while (before + runs->at[i].blocks <= blocks) before += runs->at[i++].blocks;
@@ -134,8 +153,7 @@ static int split_and_take(struct kvfs_runs *runs, uint32_t source, uint64_t bloc
         grown[i].blocks = blocks - before;
         grown[++i].blocks -= blocks - before;
     }
-    for (; i < runs->count; i++)
-        take_source(runs->at[i].holders, source); /* another one may have split what it was in */
+    end_behind(runs, of, i); /* another one may have split what it was in */
     return 0;
 }
 
@@ -172,13 +190,12 @@ int kvfs_windows_limit(const struct kvfs_windows *w, struct kvfs_runs *runs) {
         usable[w->at[first].source] = usable_of(&w->at[first], next_source(w, first) - first, runs);
     for (uint32_t first = 0; first < w->count; first = next_source(w, first)) {
         const struct usable *found = &usable[w->at[first].source];
-        for (size_t i = found->runs; i < runs->count && !found->splits; i++)
-            take_source(runs->at[i].holders, w->at[first].source);
+        if (!found->splits) end_behind(runs, &w->at[first], found->runs);
     }
     for (uint32_t first = 0; first < w->count;
          first = next_source(w, first)) { /* from here on runs have other places */
         const struct usable *found = &usable[w->at[first].source];
-        if (found->splits && split_and_take(runs, w->at[first].source, found->blocks)) return -ENOMEM;
+        if (found->splits && split_and_end(runs, &w->at[first], found->blocks)) return -ENOMEM;
     }
     for (uint32_t k = 0; k < w->count; k++)
         for (size_t i = 0; i < runs->count; i++) take_source(runs->at[i].holders, w->at[k].holder);

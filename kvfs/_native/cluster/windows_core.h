@@ -7,12 +7,13 @@
 /* Zeros at first; those of one source lie together. */
 struct kvfs_windows {
     struct kvfs_window *at;
-    uint32_t count, room;
+    uint32_t count, room, alone; /* `alone`: how many are of a source without full attention */
 };
 
 /* Give a source its windows, in place of those it had: 0 or -ENOMEM, and then it has those it had. */
 int kvfs_windows_set(struct kvfs_windows *w, uint32_t source, const struct kvfs_window *given, size_t count);
-/* Take every source with windows out of the runs behind the last boundary at which it can be used: 0 or -ENOMEM. */
+/* Take every source with windows out of the runs behind the last boundary at which it can be used, and put one whose
+ * windows are alone into all before it: 0 or -ENOMEM. While there is such a source, the runs are of the whole prompt. */
 int kvfs_windows_limit(const struct kvfs_windows *w, struct kvfs_runs *runs);
 /* Write what kvfs_cluster_match and kvfs_cluster_depths do, from runs. */
 size_t kvfs_runs_match(const struct kvfs_runs *runs, struct kvfs_depth depths[KVFS_CLUSTER_SOURCES]);
