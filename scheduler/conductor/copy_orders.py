@@ -130,8 +130,8 @@ class CopyOrders:
         self.counts: Counter[str] = Counter()
 
     def routed(self, pool: Pool, slot: int, hashes: bytes) -> None:
-        """Leave a prompt to be counted, if its blocks may be ordered."""
-        if pool.namespace.tensor_shards * pool.namespace.pipeline_shards > 1:
+        """Leave a prompt to be counted, if its blocks may be ordered: those of one shard, and with full attention."""
+        if pool.namespace.tensor_shards * pool.namespace.pipeline_shards > 1 or pool.keyed_group is not None:
             return
         if len(self._wanted) == MAX_HEAT_PROMPTS:
             self.counts["prompts_passed_over"] += 1

@@ -123,6 +123,8 @@ class Pool:
         group = group_in(self.namespace)
         self.layers = b"" if group is None else group.model
         """What its blocks are of in stores, as `Place.model` has it."""
+        self.keyed_group = None if group is None else group.number
+        """As `ModelLayers` has it."""
         self._keyed_by = keyed_by(first)
         self.options = options
         self.members: dict[str, Member] = {}
@@ -141,7 +143,8 @@ class Pool:
 
     def layers_of(self, instance: Instance | None = None) -> ModelLayers:
         """Return what an instance says of the model's layers; without one what its namespace does."""
-        return ModelLayers(self.namespace.block_tokens, () if instance is None else instance.groups)
+        groups = () if instance is None else instance.groups
+        return ModelLayers(self.namespace.block_tokens, groups, self.keyed_group)
 
     # --- members ------------------------------------------------------------------------------------------
     def check(self, instance: Instance) -> None:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 from kvfs._native.cluster.index import MAX_STRIDE, MAX_WINDOWS, SPARE_SOURCES, ClusterIndex
 from kvfs.errors import LimitExceeded
-from kvfs.events.kv_events import CHUNKS, GPU, group_of_kind
+from kvfs.events.kv_events import CHUNKS, GPU, STORAGE, group_of_kind
 from kvfs.limits import MAX_BLOCK_PARTS, MAX_BLOCK_SOURCES, MAX_SWEPT_SEGMENTS, SWEEP_STEP_S
 from kvfs.namespace_groups import number_of
 from scheduler.conductor.values import CacheGroup
@@ -87,9 +88,11 @@ class ModelLayers:
     """What the instances of a model say of its layers, before anything is heard of their blocks."""
 
     block_tokens: int
-    """Tokens of a block of full attention."""
+    """Tokens of a block of full attention; without such layers of the blocks by whose keys prompts are looked up."""
     groups: tuple[CacheGroup, ...] = ()
     """All of them; none where nobody says which there are."""
+    keyed_group: int | None = None
+    """Without layers of full attention: the number that a store has for the group whose keys these are."""
     in_store: Mapping[int, Window] = field(init=False)
     """What the groups beside full attention read that are followed, by the numbers that a store has for them."""
     chunk_tokens: Mapping[int, int] = field(init=False)
@@ -106,6 +109,11 @@ class ModelLayers:
         object.__setattr__(self, "in_store", found)
         chunks = {each.group: each.chunk_tokens for each in self.groups if each.chunk_tokens is not None}
         object.__setattr__(self, "chunk_tokens", chunks)
+
+    @property
+    def has_full(self) -> bool:
+        """Return whether there are layers of full attention."""
+        return self.keyed_group is None
 
     def alike(self, number: int) -> list[int]:
         """Return the numbers of the groups that read what one does; none where nobody says that it is there."""
@@ -186,11 +194,27 @@ class Stream:
     expecting: set[int] = field(default_factory=set)
     """The sources of what its instances are expected to have."""
 
+    def layers_at(self, place: Place) -> ModelLayers | None:
+        """Return of which layers the blocks of a place are; None where no instance says."""
+        return self.layers.get(place.model) if self.is_store else next(iter(self.layers.values()), None)
+
     def media(self, model: bytes) -> Iterator[tuple[str, int]]:
-        """Yield where blocks of full attention are that count for a model, and the numbers of these places."""
+        """Yield where blocks of full attention are that count for a model, and the numbers of these places; without
+        such layers those that stand in for them."""
         for place, source in self.sources.items():
             if not place.window.blocks and place.model == (model if self.is_store else b""):
                 yield place.medium, source
+
+    def block_sources(self, model: bytes) -> set[int]:
+        """Return the numbers of the places that have a model's blocks: of full attention, without it of windows."""
+        own = model if self.is_store else b""
+        layers = self.layers.get(model)
+        has_full = layers is None or layers.has_full
+        return {
+            source
+            for place, source in self.sources.items()
+            if place.model == own and has_full != bool(place.window.blocks)
+        }
 
 
 class Sources:
@@ -216,6 +240,7 @@ class Sources:
         if place.window.blocks:
             stream.windows.add(place)
         try:
+            self._stand_in(stream)
             number = stream.sources[place] = self.take()
         finally:
             self.limit(stream)
@@ -250,7 +275,10 @@ class Sources:
 
         In an engine's own memory that is all layers that it has named: of those that have told nothing yet it has
         nothing. What offloads blocks may tell those of full attention alone. Without numbers for all, none count.
+        Without layers of full attention a place without blocks stands in for them.
         """
+        with suppress(LimitExceeded):
+            self._stand_in(stream)
         full = {place: source for place, source in stream.sources.items() if not place.window.blocks}
         for place, source in full.items():
             beside = {each for each in stream.windows if _is_beside(each, place)}
@@ -264,12 +292,23 @@ class Sources:
                 ),
                 None,
             )
-            nowhere = [(source, 1, 1, False)]  # its own window
+            layers, nowhere = stream.layers_at(place), [(source, 1, 1, False)]  # its own window
             try:
                 windows = [self._window(stream, each) for each in sorted(beside)]
             except LimitExceeded:
                 windows = nowhere
-            self._index.set_windows(source, windows if len(windows) <= MAX_WINDOWS else nowhere, other)
+            windows = windows if len(windows) <= MAX_WINDOWS else nowhere
+            is_alone = bool(windows) and layers is not None and not layers.has_full
+            self._index.set_windows(source, windows, None if is_alone else other, alone=is_alone)
+
+    def _stand_in(self, stream: Stream) -> None:
+        """Give a number to what stands in for full attention where windows are alone. Raises LimitExceeded."""
+        for window in stream.windows:
+            layers = stream.layers_at(window)
+            if layers is not None and not layers.has_full:
+                place = Place(window.medium or STORAGE, Window(), window.model)
+                if place not in stream.sources:
+                    stream.sources[place] = self.take()
 
     def _window(self, stream: Stream, place: Place) -> tuple[int, int, int, bool]:
         """Return what the index is to know of a place, which gets a number. Raises LimitExceeded."""

@@ -241,7 +241,7 @@ def _context_of(context: Context, pool: Pool) -> ModelContext:
     for instance_id, _, rank in identities:
         instances.setdefault(instance_id, []).append(int(rank))
     streams = [stream for member in pool.members.values() for stream in member.streams]
-    sources = {source for stream in streams for _, source in stream.media(pool.layers)}
+    sources = {source for stream in streams for source in stream.block_sources(pool.layers)}
     tenant = identities[0].tenant_id  # a pool has a member, and each tenant has pools of its own
     return ModelContext(
         model_name=_own_model(pool.model, tenant),

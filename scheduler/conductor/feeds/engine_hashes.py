@@ -5,6 +5,8 @@ says its own hash only; count the copies of a block. The engine's hashes are not
 between releases and settings.
 
 Invariants:
+- Without layers of full attention each group's own events tell the tokens. Where not all blocks of a stretch are kept,
+  nothing says which are, nor what follows it: they are misses, and counted.
 - A block whose key depends on more than tokens and weights (an adapter, an image, a salt), or whose parent is unknown,
   has no key here; it and what follows it are counted, and are misses. At most `max_blocks` are remembered.
 - A place has a block while all groups of layers that are there have a copy of it, or of all its parts.
@@ -19,7 +21,7 @@ from typing import Final, NamedTuple
 
 from kvfs.errors import KvfsError
 from kvfs.events.kv_events import BlockHash, BlockRemoved, BlockStored
-from kvfs.keys import HASH_BYTES, prefix_hashes, split_keys
+from kvfs.keys import prefix_hashes, split_keys
 from kvfs.limits import MAX_ENGINE_BLOCKS
 from kvfs.namespaces import Namespace
 from scheduler.conductor.feeds.group_blocks import GroupBlocks
@@ -44,9 +46,16 @@ class EngineHashes:
     """Translate the hashes of one stream."""
 
     def __init__(
-        self, namespace: Namespace, weights: str, counts: Counter[str], max_blocks: int = MAX_ENGINE_BLOCKS
+        self,
+        namespace: Namespace,
+        weights: str,
+        counts: Counter[str],
+        max_blocks: int = MAX_ENGINE_BLOCKS,
+        *,
+        has_full: bool = True,
     ) -> None:
-        self._namespace = namespace
+        """`has_full`: whether there are layers of full attention, whose events tell the tokens of all blocks."""
+        self._namespace, self._has_full = namespace, has_full
         self._weights = weights.encode() + b"\0" if weights else None
         self._counts = counts
         self._max_blocks = max_blocks
@@ -66,28 +75,34 @@ class EngineHashes:
     def stored(self, place: Place, event: BlockStored) -> Stored:
         """Return what changes in a place by blocks that are stored there; those without a key are left out."""
         own, count = [last_64(each) for each in event.block_hashes], len(event.block_hashes)
-        parent, fault = self._parent(event) if not place.window.blocks else (None, _unkeyed(event))
+        by_tokens = not (place.window.blocks and self._has_full)
+        parent, fault = self._parent(event) if by_tokens else (None, _unkeyed(event))
         if not fault and count + len(self) > self._max_blocks:
             fault = "engine_blocks_over_limit"
         if fault:
             self._counts[fault] += count
             return NOTHING
-        if place.window.blocks:
+        if not by_tokens:
             # Of a stretch of tokens windows and recurrent layers keep some blocks, which hashes alone tell; those of
             # full attention have come with their tokens before.
             known = own if place.window.parts > 1 else [hash for hash in own if hash in self._keys]
             self._counts["engine_blocks_malformed"] += count - len(known)
             return self._put(place, event, known, None)
+        keys = self._keys_of(event, parent)
+        if len(keys) != count:
+            self._counts["engine_blocks_malformed"] += count or len(keys)
+            return NOTHING
+        self._keys.update(zip(own, keys, strict=True))
+        return self._put(place, event, own, parent)
+
+    def _keys_of(self, event: BlockStored, parent: bytes | None) -> list[bytes]:
+        """Return the keys of the blocks that an event's tokens are of; none for tokens that have no key."""
+        count = len(event.token_ids) // self._namespace.block_tokens
         first = [self._weights, *[None] * (count - 1)] if parent is None and self._weights and count else None
         try:
-            keys = prefix_hashes(self._namespace, event.token_ids, parent=parent, extra=first)
+            return split_keys(prefix_hashes(self._namespace, event.token_ids, parent=parent, extra=first))
         except KvfsError:
-            keys = b""
-        if len(keys) != count * HASH_BYTES:
-            self._counts["engine_blocks_malformed"] += count
-            return NOTHING
-        self._keys.update(zip(own, split_keys(keys), strict=True))
-        return self._put(place, event, own, parent)
+            return []
 
     def _put(self, place: Place, event: BlockStored, hashes: list[int], parent: bytes | None) -> Stored:
         """Count blocks of known keys in."""

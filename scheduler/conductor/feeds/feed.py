@@ -185,14 +185,16 @@ class Feed:
             return
         layers = stream.layers.get(event.layers_of or b"")
         window = None if layers is None else _window_of(event, layers.block_tokens, event.chunk_tokens)
-        if layers is None or window is None or not window.blocks or parent is None:
+        is_keyed = layers is not None and event.group_idx == layers.keyed_group
+        if layers is None or window is None or not window.blocks or (parent is None and not is_keyed):
             self._registry.counts["other_group_events"] += 1
             return
         groups = layers.alike(event.group_idx)
         if layers.groups and layers.in_store.get(event.group_idx) != window:
             self._registry.counts["other_group_events"] += 1
         else:
-            there = self._windows_of(stream).stored(window, event, keys, parent, groups)
+            anchors = keys if is_keyed or parent is None else [parent, *keys]
+            there = self._windows_of(stream).stored(window, event, keys, anchors, groups)
             self._registry.removed(stream, there.place, b"".join(there.gone))
             # Also without keys: that such layers are there is what full attention is limited by.
             self._registry.stored(stream, there.place, b"".join(there.keys), None)
@@ -219,7 +221,8 @@ class Feed:
         found = self._hashes.get(stream.name)
         if found is None:
             [(pool, _)] = self._registry.users_of(stream.name)
-            found = EngineHashes(pool.namespace, pool.weights, self._registry.counts)
+            has_full = pool.keyed_group is None
+            found = EngineHashes(pool.namespace, pool.weights, self._registry.counts, has_full=has_full)
             self._hashes[stream.name] = found
         return found
 

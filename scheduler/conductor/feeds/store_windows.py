@@ -2,7 +2,7 @@
 
 Responsibility: a store keys each cache group by itself, and has a window's block follow the block of full attention
 with the same last token. Prompts are looked up by the keys of full attention: say under which of them all groups of a
-kind have their block.
+kind have their block. Without full attention one group's keys serve for that, and its blocks lie beside themselves.
 
 Invariants: a block is there while any medium has it. A place has what each group has that instances say, or that was
 ever told of there: one that appears takes out what it lacks. At most `max_blocks` are remembered; others are misses,
@@ -39,7 +39,7 @@ class _Block:
     place: Place
     group: int
     anchor: bytes
-    """The block of full attention that it follows."""
+    """The block of full attention that it follows, or itself."""
     media: int
 
 
@@ -82,18 +82,18 @@ class StoreWindows:
         window: Window,
         event: BlockStored,
         hashes: list[bytes],
-        parent: bytes,
+        anchors: list[bytes],
         groups: Iterable[int] = (),
     ) -> Change:
-        """Return what changes by blocks of a group that are stored. `groups`: all that read so much, where that was
-        said."""
+        """Return what changes by blocks of a group that are stored. `anchors`: beside which blocks of those by which
+        prompts are looked up each lies. `groups`: all that read so much, where that was said."""
         place = Place("", window, event.layers_of or b"")
         beside = self._places.get(place)
         if beside is None:
             beside = self._places[place] = _Beside(window.parts, {each: each for each in groups})
         group = event.group_idx or 0
         change = Change(place, [], self._appear(beside, group))
-        for hash, anchor in zip(hashes, [parent, *hashes], strict=False):
+        for hash, anchor in zip(hashes, anchors, strict=False):
             known = self._blocks.get(hash)
             if known is not None:
                 known.media |= _bit(event)
