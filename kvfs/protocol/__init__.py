@@ -1,1 +1,1 @@
-"""The wire format of sessions, for the client, the service and the gateway."""
+"""Wire formats: of sessions, for the client, the service and the gateway, and of a Conductor's orders to nodes."""

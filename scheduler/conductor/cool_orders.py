@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvfs.keys import HASH_BYTES, split_keys
 from kvfs.limits import COPY_ORDER_S, MAX_COOL_ORDERS, MAX_COOLED_BLOCKS, MAX_HOT_RUNS
+from kvfs.protocol.copy_orders import OrderedBlocks, OrderedEviction
 from scheduler.conductor.sources import StreamName
 from scheduler.routing.replication import LEAST_COPY_HEAT, is_cold
 
@@ -41,14 +42,10 @@ class NamedBlocks(NamedTuple):
         """Return how many they are."""
         return len(self.hashes) // HASH_BYTES
 
-    def as_json(self) -> dict[str, Any]:
-        """Return them as JSON values, as nodes read them."""
-        return {
-            "namespace": self.namespace.hex(),
-            "model": self.model.hex(),
-            "group": self.group,
-            "hashes": [key.hex() for key in split_keys(self.hashes)],
-        }
+    def ordered(self) -> OrderedBlocks:
+        """Return them as nodes read them."""
+        hashes = [key.hex() for key in split_keys(self.hashes)]
+        return OrderedBlocks(self.namespace.hex(), self.model.hex(), self.group, hashes)
 
 
 Parts = tuple[NamedBlocks, ...]
@@ -70,10 +67,6 @@ class CoolOrder(NamedTuple):
     target: StreamName
     parts: Parts
     expires_s: float
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the order as JSON values, as nodes read it."""
-        return {"id": self.id, "parts": [part.as_json() for part in self.parts]}
 
 
 class Copies(Protocol):
@@ -111,9 +104,13 @@ class CoolOrders:
         while len(self._copied) > MAX_HOT_RUNS:
             self._copied.popitem(last=False)
 
-    def for_store(self, topic: str) -> list[dict[str, Any]]:
+    def for_store(self, topic: str) -> list[OrderedEviction]:
         """Return the open orders of the store that publishes under a topic."""
-        return [order.as_json() for order in self._open.values() if order.target.topic == topic]
+        return [
+            OrderedEviction(id=each.id, parts=[part.ordered() for part in each.parts])
+            for each in self._open.values()
+            if each.target.topic == topic
+        ]
 
     def expire(self, now_s: float) -> None:
         """End the orders whose time is up: nothing says that one was carried out, and none is given again."""

@@ -47,6 +47,7 @@ from kvfs.limits import (
     MAX_NAME_BYTES,
     MAX_ORDER_BLOCKS,
 )
+from kvfs.protocol.copy_orders import NodeOrders, OrderedCopy
 from kvfs.system.pauses import Pause
 from scheduler.conductor.cool_orders import CoolOrders, NamedBlocks, Parts
 from scheduler.conductor.pool import Pool
@@ -99,10 +100,6 @@ class CopyOrder(NamedTuple):
         """Return the keys of all blocks."""
         return [key for part in self.parts for key in split_keys(part.hashes)]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the order as JSON values, as nodes read it."""
-        return {"id": self.id, "peer": self.peer, "parts": [part.as_json() for part in self.parts]}
-
 
 def _backoff() -> Pause:
     return Pause(COPY_BACKOFF_S, MAX_COPY_BACKOFF_S)
@@ -137,13 +134,17 @@ class CopyOrders:
             self.counts["prompts_passed_over"] += 1
         self._wanted.append(Wanted(pool, slot, hashes))
 
-    def for_store(self, topic: str) -> dict[str, list[dict[str, Any]]]:
+    def for_store(self, topic: str) -> NodeOrders:
         """Return the open orders of the store that publishes under a topic: to copy blocks, and to let them go. Raises
         NotFound."""
         if self._registry.users_of(StreamName(topic, 0)) == []:
             raise NotFound(f"store {topic[:MAX_NAME_BYTES]!r}: no instance is registered with it")
-        copies = [order.as_json() for order in self._open.values() if order.target.topic == topic]
-        return {"orders": copies, "cool": self._cool.for_store(topic)}
+        copies = [
+            OrderedCopy(id=each.id, peer=each.peer, parts=[part.ordered() for part in each.parts])
+            for each in self._open.values()
+            if each.target.topic == topic
+        ]
+        return NodeOrders(copies, self._cool.for_store(topic))
 
     def status(self) -> dict[str, Any]:
         """Return counts as JSON values."""

@@ -32,6 +32,7 @@ from kvfs.http.bounded_get import GetFailed, get
 from kvfs.keys import HASH_BYTES
 from kvfs.namespace_groups import group_in
 from kvfs.namespaces import Namespace
+from kvfs.protocol.copy_orders import NodeOrders, OrderedBlocks, OrderedCopy, OrderedEviction
 from kvfs.system.pauses import Pause
 from tiers.model.objects import Bucket
 from tiers.store.catalog import bucket_of_row
@@ -55,37 +56,6 @@ class FetchesBlocks(Protocol):
     @property
     def is_draining(self) -> bool:
         """Return whether nothing is to be brought here."""
-
-
-class NamedBlocks(msgspec.Struct, frozen=True):
-    """Names blocks of one cache group."""
-
-    namespace: str
-    model: str
-    """Of windows and states, whose namespaces nodes alone know: `namespace_groups.NamespaceGroup.model`."""
-    group: int
-    """Of these: the number of their group; else 0."""
-    hashes: list[str]
-
-
-class CoolOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Names blocks that others have, too, and that this node is to evict next."""
-
-    id: str
-    parts: list[NamedBlocks]
-
-
-class Order(CoolOrder, frozen=True, kw_only=True):
-    """Names the blocks that one order wants here, and the peer that has them."""
-
-    peer: str
-
-
-class Orders(msgspec.Struct, frozen=True):
-    """Holds the answer of a Conductor that was asked for orders."""
-
-    orders: list[Order]
-    cool: list[CoolOrder] = []
 
 
 class OrderPoller:
@@ -143,16 +113,16 @@ class OrderPoller:
                 await self._carry_out(order, caches, pause)
         return True
 
-    async def _ask(self) -> Orders:
+    async def _ask(self) -> NodeOrders:
         with trio.move_on_after(limits.ORDERS_WAIT_S):
             text = await get(self._url, limits.MAX_ORDERS_BYTES, self._headers)
             try:
-                return msgspec.json.decode(text, type=Orders)
+                return msgspec.json.decode(text, type=NodeOrders)
             except msgspec.MsgspecError as error:
                 raise GetFailed(f"no orders: {error}") from None
         raise GetFailed(f"no answer in {limits.ORDERS_WAIT_S} s")
 
-    async def _carry_out(self, order: Order, caches: Caches, pause: Pause) -> None:
+    async def _carry_out(self, order: OrderedCopy, caches: Caches, pause: Pause) -> None:
         """Fetch the parts of an order one by one, each where those before are here as a whole."""
         here, whole = 0, False
         try:
@@ -175,7 +145,7 @@ class OrderPoller:
         while len(self._tried) > limits.MAX_COPY_ORDERS:
             self._tried.popitem(last=False)
 
-    async def _fetch(self, part: NamedBlocks, peer: str, caches: Caches) -> int:
+    async def _fetch(self, part: OrderedBlocks, peer: str, caches: Caches) -> int:
         """Fetch blocks; return how many are here then. Raises KvfsError."""
         buckets, digests = _named(part, caches)
         here = 0
@@ -185,7 +155,7 @@ class OrderPoller:
                 break
         return here
 
-    def _cool(self, order: CoolOrder, caches: Caches) -> None:
+    def _cool(self, order: OrderedEviction, caches: Caches) -> None:
         """Have an order's blocks evicted next, once."""
         if order.id in self._cooled:
             return
@@ -238,7 +208,7 @@ def _windows_in(namespace_json: bytes) -> tuple[bytes, int] | None:
     return None if group is None or group.number is None else (group.model, group.number)
 
 
-def _named(part: NamedBlocks, caches: Caches) -> tuple[list[Bucket], list[bytes]]:
+def _named(part: OrderedBlocks, caches: Caches) -> tuple[list[Bucket], list[bytes]]:
     """Return the caches that may have some blocks, and these. Raises InvalidRequest."""
     try:
         namespace, model = bytes.fromhex(part.namespace), bytes.fromhex(part.model)

@@ -24,6 +24,7 @@ from kvfs.limits import (
     MAX_ROUTE_TOKENS,
     MAX_SMALL_BODY_BYTES,
 )
+from kvfs.protocol.copy_orders import NodeOrders
 from kvfs.watch.panels import Panel, Snapshot
 from kvfs.watch.window import Window
 from scheduler.conductor.conductor import Conductor
@@ -93,39 +94,6 @@ class Matches(msgspec.Struct, frozen=True):
     """Tokens of the prompt that each instance holds, from the first on."""
 
     instances: dict[str, int]
-
-
-class NamedBlocks(msgspec.Struct, frozen=True):
-    """Blocks of one cache group."""
-
-    namespace: str
-    """The digest of their namespace, in hexadecimal; empty of windows and states, whose namespace stores know."""
-    model: str
-    """Of windows and states, in hexadecimal: what KV events have as `layers_of`."""
-    group: int
-    """Of windows and states: what KV events have as `group_idx`; else 0."""
-    hashes: list[str]
-
-
-class CooledCopy(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that a node is to evict next."""
-
-    id: str
-    parts: list[NamedBlocks]
-
-
-class OrderedCopy(CooledCopy, frozen=True, kw_only=True):
-    """Blocks that a node is to fetch from a peer, each part once it has those before."""
-
-    peer: str
-    """`HOST:PORT` of the peer's `[cluster] listen`."""
-
-
-class OrderedCopies(msgspec.Struct, frozen=True):
-    """The open orders of a node; one that was carried out goes once its events say so."""
-
-    orders: list[OrderedCopy]
-    cool: list[CooledCopy]
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -406,7 +374,7 @@ OPERATIONS = (
         "/v1/orders/{}",
         "Show what the store of this topic is to fetch from its peers, and which copies are to go.",
         _orders,
-        answer=OrderedCopies,
+        answer=NodeOrders,
         statuses=(200, 404),
     ),
     Operation(

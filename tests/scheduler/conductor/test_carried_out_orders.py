@@ -19,7 +19,7 @@ from tests.scheduler.conductor.test_store_windows import (
     hashes,
     namespace_of,
 )
-from tests.support.conductors import instance, serving
+from tests.support.conductors import give_orders, instance, serving
 from tests.support.machines import Machine, machines, payload_of
 from tests.support.prefix_needs import Block
 from tests.support.stores import draft_of
@@ -68,9 +68,7 @@ async def test_two_machines_carry_out_an_order_of_each_group(tmp_path: Path) -> 
         service.conductor.registry.add(instance("i1", engine_topic="", store_topic="node-1"))
         make_caches(first, second)
         put(first, wanted)
-        answer: dict[str, Any] = {"orders": [{**order, "peer": first.address}], "cool": []}
-        assert service.conductor.copies is not None
-        service.conductor.copies.for_store = lambda topic: answer  # type: ignore[method-assign]
+        give_orders(service.conductor, {"orders": [{**order, "peer": first.address}], "cool": []})
         poller = OrderPoller(settings_of(addresses.http), second.store, second.cluster)
         assert await poller.look()
         assert (poller.counts["orders_done"], poller.counts["ordered_blocks"]) == (1, len(wanted))
@@ -81,7 +79,8 @@ async def test_two_machines_carry_out_an_order_of_each_group(tmp_path: Path) -> 
             assert block is not None
             assert (block.bucket, block.parent) == (bucket_of(group), parent_of(group, at))
         unknown = {"id": "other", "parts": [{**order["parts"][0], "group": 7}]}
-        answer = {"orders": [], "cool": [{"id": order["id"], "parts": order["parts"]}, unknown]}
+        cooled = [{"id": order["id"], "parts": order["parts"]}, unknown]
+        give_orders(service.conductor, {"orders": [], "cool": cooled})
         assert await poller.look()
         assert poller.status()["cooled_blocks"] == len(wanted)
 
@@ -97,8 +96,7 @@ async def test_full_attention_is_not_fetched_without_what_goes_before(tmp_path: 
         make_caches(first, second)
         put(first, [each for each in wanted if each != gone])
         answer = {"orders": [{**order, "peer": first.address}], "cool": []}
-        assert service.conductor.copies is not None
-        service.conductor.copies.for_store = lambda topic: answer  # type: ignore[method-assign]
+        give_orders(service.conductor, answer)
         poller = OrderPoller(settings_of(addresses.http), second.store, second.cluster)
         assert await poller.look()
         assert (poller.counts["orders_done"], poller.counts["orders_failed"]) == (0, 1)
@@ -112,8 +110,7 @@ async def test_blocks_of_a_group_that_has_no_cache_here_change_nothing(tmp_path:
         [digest] = first.put([1])
         parts = [named([digest], "", model=model, group=group) for model in ("00" * 16, "zz", "")]
         orders = [{"id": str(n), "peer": first.address, "parts": [part]} for n, part in enumerate(parts)]
-        assert service.conductor.copies is not None
-        service.conductor.copies.for_store = lambda topic: {"orders": orders}  # type: ignore[method-assign]
+        give_orders(service.conductor, {"orders": orders})
         poller = OrderPoller(settings_of(addresses.http), second.store, second.cluster)
         assert await poller.look()
         assert (poller.counts["orders_failed"], second.read(digest)) == (3, None)
@@ -130,8 +127,7 @@ async def test_a_namespace_that_this_version_cannot_read_keeps_no_order_from_oth
         rows = [replace(row, namespace_json=b'{"version": 99}'), *second.store.names.buckets()]
         second.store.names.buckets = lambda: rows  # type: ignore[method-assign]
         answer = {"orders": [{**order, "peer": first.address}], "cool": []}
-        assert service.conductor.copies is not None
-        service.conductor.copies.for_store = lambda topic: answer  # type: ignore[method-assign]
+        give_orders(service.conductor, answer)
         poller = OrderPoller(settings_of(addresses.http), second.store, second.cluster)
         assert await poller.look()
         assert poller.counts["orders_done"] == 1

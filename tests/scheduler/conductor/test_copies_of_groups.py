@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,7 +108,9 @@ class Nodes:
 
     def orders(self, n: int, kind: str = "orders") -> list[dict[str, Any]]:
         assert self.conductor.copies is not None
-        return self.conductor.copies.for_store(f"node-{n}")[kind]
+        found: dict[str, list[dict[str, Any]]]
+        found = msgspec.to_builtins(self.conductor.copies.for_store(f"node-{n}"))
+        return found[kind]
 
     def ordered(self, n: int, kind: str = "orders") -> list[Block]:
         """Return the blocks of all orders, each part of which names one group as nodes know it, full attention last."""

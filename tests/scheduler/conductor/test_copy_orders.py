@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from pydantic import SecretStr
@@ -26,7 +27,16 @@ from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.sources import Place, StreamName
 from scheduler.conductor.values import Instance, Routed, RouteRequest
 from scheduler.routing.replication import HALF_LIFE_S
-from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Clock, asking, conductor, instance, serving
+from tests.support.conductors import (
+    BLOCK_TOKENS,
+    NAMESPACE,
+    Clock,
+    asking,
+    conductor,
+    give_orders,
+    instance,
+    serving,
+)
 from tests.support.machines import machines, onto_nvme
 from tests.support.stores import NAMESPACE as STORED
 from tests.support.waits import WAIT_S
@@ -74,12 +84,12 @@ def sweep(made: Conductor, clock: Clock) -> dict[str, int]:
 
 def orders(made: Conductor, n: int) -> list[dict[str, Any]]:
     assert made.copies is not None
-    return made.copies.for_store(f"node-{n}")["orders"]
+    return list(msgspec.to_builtins(made.copies.for_store(f"node-{n}").orders))
 
 
 def cooled(made: Conductor, n: int) -> list[dict[str, Any]]:
     assert made.copies is not None
-    return made.copies.for_store(f"node-{n}")["cool"]
+    return list(msgspec.to_builtins(made.copies.for_store(f"node-{n}").cool))
 
 
 def hot(clock: Clock, count: int = 3, **changes: Any) -> Conductor:
@@ -284,7 +294,6 @@ async def test_orders_that_are_none_and_conductors_that_do_not_answer_change_not
         poller = OrderPoller(settings, second.store, second.cluster)
         assert not await poller.look(), "no instance has this topic"
         service.conductor.registry.add(node(1))
-        assert service.conductor.copies is not None
         whole = named(digests, STORED.digest.hex())
         parts = [
             {**whole, "hashes": ["00"]},
@@ -295,7 +304,7 @@ async def test_orders_that_are_none_and_conductors_that_do_not_answer_change_not
         ]
         given = [{"id": str(n), "peer": first.address, "parts": [part]} for n, part in enumerate(parts)]
         given[3]["peer"] = "10.9.9.9:1"
-        service.conductor.copies.for_store = lambda topic: {"orders": given}  # type: ignore[method-assign]
+        give_orders(service.conductor, {"orders": given})
         assert await poller.look()
         assert (poller.counts["orders_failed"], poller.counts["ordered_blocks"]) == (5, 2)
         assert (second.drafts(), second.read(digests[2])) == (0, None)
@@ -314,9 +323,8 @@ async def test_an_order_adds_blocks_to_a_cache_and_none_to_a_durable_bucket(tmp_
         digests = first.put(range(1, 4))
         poller = OrderPoller(settings_of(addresses.http), second.store, second.cluster)
         service.conductor.registry.add(node(1))
-        assert service.conductor.copies is not None
         order = {"id": "1", "peer": first.address, "parts": [named(digests, STORED.digest.hex())]}
-        service.conductor.copies.for_store = lambda topic: {"orders": [order]}  # type: ignore[method-assign]
+        give_orders(service.conductor, {"orders": [order]})
         assert await poller.look()
         assert (poller.counts["orders_failed"], second.read(digests[0])) == (1, None)
         second.store.create_bucket(b"zcache", uid=0, gid=0, namespace=STORED)
@@ -330,13 +338,12 @@ async def test_blocks_that_have_cooled_go_first_unless_they_are_used_again(tmp_p
         old, new = machine.put(range(1, 4)), machine.put(range(11, 14))
         poller = OrderPoller(settings_of(addresses.http), machine.store, machine.cluster)
         service.conductor.registry.add(node(1))
-        assert service.conductor.copies is not None
         stored = STORED.digest.hex()
         order = {"id": "1", "parts": [named(new, stored)]}
         wrong = {"id": "2", "parts": [named(new, "00" * 16)]}
         unknown = {"id": "3", "parts": [named([b"\xff" * 16], stored)]}
         answer = {"orders": [], "cool": [order, wrong, unknown]}
-        service.conductor.copies.for_store = lambda topic: answer  # type: ignore[method-assign]
+        give_orders(service.conductor, answer)
         assert await poller.look()
         assert poller.status()["cooled_blocks"] == 3
         machine.store.evict(4096)
