@@ -286,3 +286,19 @@ def test_the_service_is_killed_between_match_and_load(
         return all_hits(hitter.generate(LATER, max_tokens=ANSWER), LATER)
 
     eventually(is_shared, "new prompts are shared again")
+
+
+def test_each_tensor_parallel_rank_has_its_own_shard_of_each_group(
+    gemma: Engines, service: Service, before: set[str], runs: dict[str, Run]
+) -> None:
+    """Two workers, each with half of the heads: a hit is one of all groups on both."""
+    others = before | set(contents(service))
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with start(gemma, "tensor-parallel", connector(service), tensor_parallel=2, environment=cores) as engine:
+        first, second = (engine.generate(STORED, max_tokens=ANSWER) for _ in range(2))
+    assert set(first.cached_tokens) == {0}
+    assert all_hits(second, STORED)
+    assert wrong(first, runs) + wrong(second, runs) == []
+    found = new_blocks(service, others)
+    assert len(found) == 2 * GROUPS
+    assert {size for sizes in found.values() for size in sizes.values()} == {BLOCK_BYTES // 2}
