@@ -41,7 +41,8 @@ _SPOKEN_KINDS: Final = {
     "ChunkedLocalAttentionSpec": "chunked_local_attention",
     "MambaSpec": "mamba",
 }
-_FULL: Final = frozenset(("full_attention", "mla_attention"))
+FULL_KINDS: Final = frozenset(("full_attention", "mla_attention"))
+"""Of layers that read everything before a token, by the names that KV events have for them."""
 _OF_GROUPS: Final = frozenset(("dtype", "layout", KIND, WINDOW, LAYERS, CHUNK, STATE, CACHE, BACKEND))
 """In what the groups of one cache may differ; in their number of tokens, too, where they say that of full attention."""
 
@@ -61,7 +62,7 @@ class NamespaceGroup(NamedTuple):
     @property
     def is_full(self) -> bool:
         """Return whether its layers read everything before a token."""
-        return self.kind in _FULL
+        return self.kind in FULL_KINDS
 
     @property
     def number(self) -> int | None:
@@ -72,7 +73,7 @@ class NamespaceGroup(NamedTuple):
 
 def number_of(kind: str, window_tokens: int | None, layers: str) -> int | None:
     """Return the number of a cache group in a store's KV events, as `NamespaceGroup` has these fields."""
-    return None if kind in _FULL else 1 + zlib.crc32(f"{kind} {window_tokens} {layers}".encode())
+    return None if kind in FULL_KINDS else 1 + zlib.crc32(f"{kind} {window_tokens} {layers}".encode())
 
 
 def describe_groups(namespaces: Mapping[int, Namespace]) -> list[dict[str, Any]]:

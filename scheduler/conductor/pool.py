@@ -234,7 +234,9 @@ class Pool:
                 if medium == STORAGE and self.options.transfers:
                     name = f"{stream.name} {medium}"
                     shared.add(name)
-                    places[source] = {self._share(name)}
+                    # What stands in for full attention is in DRAM, too: at its own node nothing is sent.
+                    own = set() if self.keyed_group is None else here
+                    places[source] = places.get(source, set()) | own | {self._share(name)}
                 else:
                     places[source] = places.get(source, set()) | here
             self.planner.set_role(member.slot, member.role)
@@ -277,9 +279,8 @@ class Pool:
         """Yield where blocks are that an instance may go on from. Of a store that is nowhere while its blocks count by
         other groups than the instance says: its own may be gone."""
         for stream in member.streams:
-            known = stream.layers.get(self.layers)
-            is_other = known is not None and member.layers.groups and not known.are_said_by(member.layers)
-            if not (stream.is_store and is_other):
+            known, said = stream.layers.get(self.layers), member.layers
+            if known is None or not (stream.is_store and said.groups) or known.are_said_by(said):
                 for medium, source in stream.media(self.layers):
                     yield stream, medium, source
 

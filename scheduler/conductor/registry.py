@@ -33,6 +33,8 @@ from kvfs.limits import (
     MAX_WINDOW_TOKENS,
     UNREACHABLE_S,
 )
+from kvfs.namespace_groups import FULL_KINDS, group_in
+from kvfs.namespaces import Namespace
 from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.pool import Member, Options, Pool
 from scheduler.conductor.sources import Knowledge, Place, Sources, Stream, StreamName, Window
@@ -116,15 +118,20 @@ class Registry:
 
         What counts stays until none of them says it; then it is what the last one says.
         """
-        users = [each.instance for at, each in self.users_of(stream.name) if at.layers == pool.layers]
-        said = [pool.layers_of(each) for each in (*users, *new) if each.groups]
-        known = stream.layers.get(pool.layers)
-        stream.unused.discard(pool.layers)
-        if known is None:
-            self._sources.expect(stream, pool.layers, said[-1] if said else pool.layers_of())
+        model, own, known = pool.layers, pool.layers_of(), stream.layers.get(pool.layers)
+        users = [each.layers for at, each in self.users_of(stream.name) if at.layers == model]
+        said = [each for each in (*users, *map(pool.layers_of, new)) if each.groups]
+        is_outdated = model in stream.unused and known is not None and not known.are_keyed_as(own)
+        stream.unused.discard(model)
+        if known is None or is_outdated:
+            is_heard = bool(said or is_outdated) and any(each.model == model for each in stream.windows)
         elif said and not any(known.are_said_by(each) for each in said):
-            self._sources.expect(stream, pool.layers, said[-1])
-            stream.regrouped.add(pool.layers)
+            is_heard = True
+        else:
+            return
+        self._sources.expect(stream, model, said[-1] if said else own)
+        if is_heard:
+            stream.regrouped.add(model)
             self._rebuild_users_of(stream)
 
     def drop_layers(self, stream: Stream, model: bytes) -> None:
@@ -426,6 +433,13 @@ def _check_groups(instance: Instance) -> None:
     if len(instance.groups) > MAX_ENGINE_GROUPS:
         raise LimitExceeded(
             f"instance {instance.name!r}: {len(instance.groups)} groups: the limit is {MAX_ENGINE_GROUPS}"
+        )
+    keyed = group_in(Namespace.from_mapping(instance.namespace))
+    full = next((each for each in instance.groups if each.kind in FULL_KINDS), None)
+    if full is not None and keyed is not None and not keyed.is_full:
+        raise InvalidRequest(
+            f"instance {instance.name!r}: groups: {full.group} is of {full.kind}, but the namespace is of "
+            f"{keyed.kind}: it must be that of full attention"
         )
     numbers = Counter(each.group for each in instance.groups)
     for each in instance.groups:

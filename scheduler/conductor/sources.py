@@ -124,6 +124,10 @@ class ModelLayers:
         """Return whether these are the groups that a store's blocks are to be of, as instances say them."""
         return bool(self.groups) and self.in_store == other.in_store
 
+    def are_keyed_as(self, other: ModelLayers) -> bool:
+        """Return whether prompts are looked up by the same blocks."""
+        return (self.block_tokens, self.keyed_group) == (other.block_tokens, other.keyed_group)
+
 
 class Place(NamedTuple):
     """Where a stream's blocks are: in a medium, and of which layers."""
@@ -247,28 +251,31 @@ class Sources:
         return number
 
     def expect(self, stream: Stream, model: bytes, layers: ModelLayers) -> None:
-        """Have a stream's blocks of a model be of these layers. Nothing is known of windows then.
+        """Have a stream's blocks of a model be of these layers.
 
         Of a store full attention counts as far as all others go on that are said, also those of which it has told
-        nothing.
+        nothing; nothing is known of their blocks then.
         """
+        known = stream.layers.get(model)
         stream.layers[model] = layers
-        if stream.is_store and model and layers.groups:
-            self._release_all(stream, {each for each in stream.windows if each.model == model})
+        is_rekeyed = known is not None and not known.are_keyed_as(layers)
+        if stream.is_store and model and (layers.groups or is_rekeyed):
+            before = {each for each in stream.windows if each.model == model}
+            self._release_all(stream, before)
+            stream.windows -= before
             stream.windows |= {Place("", window, model) for window in layers.in_store.values()}
             self.limit(stream)
 
     def drop(self, stream: Stream, model: bytes) -> None:
-        """Take back all numbers of a model in a store, which nobody asks for any more."""
+        """Take back all numbers of a model in a store, which nobody asks for any more; that it has windows stays
+        known."""
         del stream.layers[model]
-        self._release_all(
-            stream, {each for each in (*stream.windows, *stream.sources) if each.model == model}
-        )
+        self._release_all(stream, {each for each in stream.sources if each.model == model})
 
-    def _release_all(self, stream: Stream, places: set[Place]) -> None:
-        stream.windows -= places
-        for place in places & stream.sources.keys():
-            self.release(stream.sources.pop(place))
+    def _release_all(self, stream: Stream, places: Iterable[Place]) -> None:
+        for place in places:
+            if place in stream.sources:
+                self.release(stream.sources.pop(place))
 
     def limit(self, stream: Stream) -> None:
         """Have a stream's blocks of full attention count as far as its other layers go on in the same medium.

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvfs.errors import InvalidRequest, LimitExceeded, NotFound, NotReady
 from kvfs.events.kv_events import CPU, GPU
+from kvfs.keys import HASH_BYTES
 from kvfs.limits import MAX_CONDUCTOR_BODY_BYTES, MAX_NAME_BYTES, MAX_ROUTE_HASHES
 from kvfs.namespaces import Namespace
 from scheduler.conductor.door.mooncake_bodies import (
@@ -38,6 +39,8 @@ from scheduler.conductor.door.mooncake_bodies import (
 from scheduler.conductor.door.operations import OPERATIONS, Context, Operation, Reply
 from scheduler.conductor.pool import Member, Pool
 from scheduler.conductor.values import Instance, RouteRequest
+
+_NO_BLOCK: Final = bytes(HASH_BYTES)
 
 
 class _Identity(NamedTuple):
@@ -142,7 +145,7 @@ def _query_by_hash(context: Context, _: str, body: HashQuery) -> Reply:
         raise LimitExceeded(f"seq_hashes: {len(asked)}, the limit is {MAX_ROUTE_HASHES}")
     pool, found = _pool(context, body), []
     for member in _members(body, pool):
-        hashes = b"".join(_keys(context, member, [] if body.is_salted else asked))
+        hashes = b"".join(_keys(context, pool, member, [] if body.is_salted else asked))
         found.append((member, _depths(context, pool, member, hashes)))
     return _answered(body, pool, found)
 
@@ -170,14 +173,14 @@ def _identity(member: Member) -> _Identity:
     return _Identity(*parts)
 
 
-def _keys(context: Context, member: Member, hashes: list[int]) -> Iterator[bytes]:
-    """Find the keys of the first blocks that an engine announced."""
+def _keys(context: Context, pool: Pool, member: Member, hashes: list[int]) -> Iterator[bytes]:
+    """Find the keys of the first blocks that an engine announced; without full attention some of them may be gone."""
     for hash in hashes:
         keys = (context.follows.key_of(stream.name, hash) for stream in member.streams)
         key = next((key for key in keys if key is not None), None)
-        if key is None:
+        if key is None and pool.keyed_group is None:
             return
-        yield key
+        yield key or _NO_BLOCK
 
 
 def _depths(context: Context, pool: Pool, member: Member, hashes: bytes) -> dict[str, int]:

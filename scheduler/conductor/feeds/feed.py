@@ -157,6 +157,8 @@ class Feed:
             # Of recurrent layers vLLM can keep the state at a prompt's end, too, as a shorter block of the same group.
             if window is None or stream.groups.get(group, window) != window:
                 return None
+            if not window.blocks and not layers.has_full:
+                return None
             self._registry.layers_are(stream, group, window)
         known = stream.groups.get(group, None if group or stream.groups else Window())
         return None if known is None else Place(event.medium or GPU, known)
@@ -164,7 +166,7 @@ class Feed:
     def _of_store(self, stream: Stream, event: BlockStored | BlockRemoved) -> None:
         if event.layers_of and event.layers_of in stream.unused:
             self._registry.drop_layers(stream, event.layers_of)
-            self._windows_of(stream).forget(event.layers_of)
+            self._windows_of(stream).empty(event.layers_of)
         if event.layers_of and event.layers_of not in stream.layers:
             stream.has_others = True
             return
@@ -180,20 +182,22 @@ class Feed:
             return
         before = event.parent_block_hash
         parent = before if isinstance(before, bytes) and len(before) == HASH_BYTES else None
-        if not event.group_idx:
+        layers = stream.layers.get(event.layers_of or b"")
+        if not event.group_idx and (layers is None or layers.has_full):
             self._registry.stored(stream, place, b"".join(keys), parent)
             return
-        layers = stream.layers.get(event.layers_of or b"")
         window = None if layers is None else _window_of(event, layers.block_tokens, event.chunk_tokens)
         is_keyed = layers is not None and event.group_idx == layers.keyed_group
-        if layers is None or window is None or not window.blocks or (parent is None and not is_keyed):
+        has_anchor = parent is not None or (layers is not None and not layers.has_full)
+        if layers is None or window is None or not window.blocks or not has_anchor:
             self._registry.counts["other_group_events"] += 1
             return
-        groups = layers.alike(event.group_idx)
-        if layers.groups and layers.in_store.get(event.group_idx) != window:
+        number = event.group_idx or 0
+        groups = layers.alike(number)
+        if layers.groups and layers.in_store.get(number) != window:
             self._registry.counts["other_group_events"] += 1
         else:
-            anchors = keys if is_keyed or parent is None else [parent, *keys]
+            anchors = keys if is_keyed else [] if parent is None else [parent, *keys]
             there = self._windows_of(stream).stored(window, event, keys, anchors, groups)
             self._registry.removed(stream, there.place, b"".join(there.gone))
             # Also without keys: that such layers are there is what full attention is limited by.

@@ -74,7 +74,14 @@ class StoreWindows:
 
     def forget(self, model: bytes) -> None:
         """Drop the blocks of a model, and which groups it has."""
+        self.empty(model)
         self._places = {place: beside for place, beside in self._places.items() if place.model != model}
+
+    def empty(self, model: bytes) -> None:
+        """Drop the blocks of a model; which groups there are stays known."""
+        for place, beside in self._places.items():
+            if place.model == model:
+                beside.keys.clear()
         self._blocks = {hash: block for hash, block in self._blocks.items() if block.place.model != model}
 
     def stored(

@@ -4,7 +4,8 @@ blocks are gone, in engines' own memory and in stores, against a plain model."""
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
 import pytest
 from hypothesis import given
@@ -15,12 +16,14 @@ from kvfs.events.kv_events import CPU, GPU, STORAGE, AllBlocksCleared, BlockHash
 from kvfs.keys import prefix_hashes
 from kvfs.namespace_groups import group_in
 from scheduler.conductor.conductor import Conductor
+from scheduler.conductor.door.mooncake import _keys
 from scheduler.conductor.feeds.feed import Feed
 from scheduler.conductor.values import RouteRequest
 from tests.scheduler.conductor.test_feed import message, of_store
 from tests.scheduler.conductor.test_feed import stored as of_tokens
 from tests.scheduler.conductor.test_store_windows import (
     BLOCKS,
+    FULL,
     PROMPT,
     STATE,
     WINDOW_2,
@@ -159,13 +162,20 @@ def test_another_machines_store_sends_what_is_there_behind_what_is_gone() -> Non
     stand.hears("node", *(stored(WINDOW_3, block) for block in (3, 4, 5)))
     routed: Any = stand.conductor.route(RouteRequest(model=MODEL, tokens=[*PROMPT, 1], exclude=["a"]))
     assert (routed.decode, routed.cached_tokens) == ("b", 6 * BLOCK_TOKENS)
+    stand.conductor.cancel(routed.id)
+    routed = stand.conductor.route(RouteRequest(model=MODEL, tokens=[*PROMPT, 1]))
+    [used, *_] = routed.ranges
+    assert (routed.decode, used.action) == ("a", "use"), "its own is not sent to it"
 
 
 @pytest.mark.parametrize("is_said", [False, True])
 def test_of_several_groups_without_full_attention_a_store_s_count_nowhere(is_said: bool) -> None:
     """Nothing says which of their blocks end with the same token."""
     stand = Stand(WINDOW_3, STATE, is_said=is_said)
-    stand.hears("node", *(stored(group, block) for group in (WINDOW_3, STATE) for block in range(BLOCKS)))
+    windows = [stored(WINDOW_3, block) for block in range(BLOCKS)]
+    stand.hears("node", *windows, stored(STATE, 0))
+    assert stand.held() == 0
+    stand.hears("node", *(stored(STATE, block) for block in range(1, BLOCKS)))
     assert stand.held() == 0
 
 
@@ -177,6 +187,16 @@ def test_in_an_engines_own_memory_all_its_groups_count() -> None:
     assert stand.held() == 3
     stand.hears(ENGINE, of_engine(STATE, 6, 7), of_engine(WINDOW_3, 6, 7))
     assert stand.held() == 7
+
+
+def test_what_is_of_full_attention_after_all_counts_nowhere() -> None:
+    """The namespace was that of a window, of an engine that has both."""
+    stand = Stand(WINDOW_3)
+    full = of_tokens([*range(1, BLOCKS + 1)], PROMPT, group_idx=7, kv_cache_spec_kind="full_attention")
+    stand.hears(ENGINE, full)
+    stand.hears("node", *(beside_full(FULL, block, CPU, MODEL) for block in range(BLOCKS)))
+    assert stand.held() == 0
+    assert stand.conductor.counts["other_group_events"] == 1 + BLOCKS
 
 
 def test_a_stretch_of_which_nobody_knows_what_is_before_it_has_no_keys() -> None:
@@ -193,6 +213,15 @@ def test_blocks_that_its_tokens_are_too_few_for_are_counted() -> None:
     stand.hears(ENGINE, BlockStored(**{**fields_of(event), "block_hashes": [7, 8]}))
     assert stand.held() == 4
     assert stand.conductor.counts["engine_blocks_malformed"] == 4
+
+
+def test_blocks_that_are_asked_for_by_hash_count_behind_those_that_are_gone() -> None:
+    stand = Stand(WINDOW_3)
+    stand.hears(ENGINE, of_engine(WINDOW_3, 0, BLOCKS), BlockRemoved([1, 2], GPU, group_idx=WINDOW_3))
+    pool = stand.conductor.registry.pool(MODEL)
+    member, context = pool.members["a"], cast(Any, SimpleNamespace(follows=stand.feed))
+    keys = b"".join(_keys(context, pool, member, [*range(1, BLOCKS + 1)]))
+    assert stand.conductor.depths(keys, [pool.mask_of(member)]) == [BLOCKS]
 
 
 @pytest.mark.parametrize("left", [0, 1])

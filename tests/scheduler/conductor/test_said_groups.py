@@ -170,6 +170,71 @@ def test_what_is_said_while_no_instance_is_there_is_asked_for_again() -> None:
     assert stand.held(name="a") == BLOCKS_IN_STORE
 
 
+def test_windows_that_were_told_of_are_known_to_be_there_though_the_instance_was_away() -> None:
+    """It says nothing of its groups, and the store has lost them."""
+    gone = (gone_from_store(ALSO_WINDOW_3, block) for block in range(BLOCKS_IN_STORE))
+    stand = Stand(*all_of(FULL, WINDOW_3, ALSO_WINDOW_3), *gone)
+    registry = stand.conductor.registry
+    again = registry.member("hybrid")[1].instance
+    assert stand.held() == 0
+    registry.remove("hybrid")
+    stand.hears(gone_from_store(FULL, 8))
+    registry.add(again)
+    stand.feed.joined(NODE)
+    stand.hears(*all_of(FULL, WINDOW_3))
+    assert stand.held() == 0
+    stand.hears(*all_of(ALSO_WINDOW_3))
+    assert stand.held() == BLOCKS_IN_STORE
+
+
+@pytest.mark.parametrize("is_said", [False, True])
+@pytest.mark.parametrize(("first", "then"), [(WINDOW_3, FULL), (WINDOW_3, WINDOW_2), (FULL, WINDOW_3)])
+@pytest.mark.parametrize("model", ["hybrid", "mixed"])
+def test_a_model_that_is_keyed_otherwise_than_before_counts_by_what_it_is_now(
+    model: str, first: int, then: int, is_said: bool
+) -> None:
+    """The namespace was that of another group, in a file of instances; nothing was told between."""
+    stand = stand_of()
+    told = all_of(FULL, WINDOW_3, WINDOW_2, model=model)
+    for keyed in (first, then):
+        groups = groups_said(FULL, WINDOW_3, WINDOW_2, model=model) if is_said and keyed == FULL else ()
+        stand.conductor.registry.add(
+            instance(
+                "a",
+                model=model,
+                namespace=namespace_of(keyed, model).as_mapping(),
+                groups=groups,
+                engine_topic="",
+                store_topic="node",
+            )
+        )
+        stand.feed.joined(NODE)
+        stand.hears(*told)
+        if keyed == first:
+            stand.conductor.registry.remove("a")
+    assert stand.feed.wanted == {Engine(*NODE)}
+    fresh = stand_of()
+    fresh.conductor.registry.add(stand.conductor.registry.member("a")[1].instance)
+    for each in (stand, fresh):
+        each.hears(*told, gone_from_store(FULL, 8, model=model), gone_from_store(WINDOW_3, 6, model=model))
+    assert stand.held(model, "a") == fresh.held(model, "a")
+
+
+@pytest.mark.parametrize("is_full_first", [False, True])
+def test_of_two_pools_that_know_one_model_by_other_blocks_the_first_counts(is_full_first: bool) -> None:
+    stand = stand_of()
+    pools = [("x", FULL), ("y", WINDOW_3)]
+    for name, keyed in pools if is_full_first else reversed(pools):
+        namespace = namespace_of(keyed).as_mapping()
+        given: Any = {"model": name, "namespace": namespace, "engine_topic": "", "store_topic": "node"}
+        stand.conductor.registry.add(instance(name, **given))
+    stand.hears(*(stored_in(FULL, block) for block in (7, 8)), *all_of(WINDOW_3))
+    assert stand.held("x", "x") == 0
+    assert stand.held("y", "y") == (0 if is_full_first else BLOCKS_IN_STORE)
+    stand.hears(*all_of(FULL))
+    assert stand.held("x", "x") == (BLOCKS_IN_STORE if is_full_first else 0)
+
+
 def test_two_names_of_one_model_share_its_groups() -> None:
     stand = stand_of(hybrid("a", FULL, WINDOW_3), hybrid("b", FULL, WINDOW_2, model="same"))
     stand.hears(*all_of(FULL, WINDOW_3, WINDOW_2))
@@ -270,3 +335,13 @@ def test_groups_that_cannot_be_are_refused(groups: list[dict[str, Any]], message
     said = tuple(CacheGroup(**each) for each in groups)
     with pytest.raises((InvalidRequest, LimitExceeded), match=message):
         conductor(Clock(), instance("a", groups=said))
+
+
+def test_a_namespace_of_windows_is_none_of_a_model_with_full_attention() -> None:
+    with pytest.raises(
+        InvalidRequest, match="'a': groups: 0 is of full_attention, but the namespace is of sliding_w"
+    ):
+        conductor(
+            Clock(),
+            instance("a", namespace=namespace_of(WINDOW_3).as_mapping(), groups=groups_said(FULL, WINDOW_3)),
+        )
