@@ -169,7 +169,10 @@ class Change:
             return False
         with torch.no_grad():
             for layer in model.model.layers:
-                layer.input_layernorm.weight[::2].mul_(self.factor)
+                norm = layer.input_layernorm
+                if not norm.weight.any():  # of Gemma, which adds one to it
+                    norm = layer.post_attention_layernorm
+                norm.weight[::2].mul_(self.factor)
         return True
 
 

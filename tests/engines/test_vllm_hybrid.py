@@ -19,7 +19,7 @@ from kvfs.limits import CONNECTOR_WINDOWS
 from tests.engines.engine import BLOCK_TOKENS, Engine, Engines, Run, same_output, whole_blocks
 from tests.engines.tiny_gemma import HEAD_DIM, KV_HEADS, LAYERS, VOCABULARY, WINDOW, write_model
 from tests.support.door import ON_DIRECTORY
-from tests.support.service import Service
+from tests.support.service import Service, has_written, run_kvfs
 from tests.support.waits import eventually
 
 pytestmark = [
@@ -288,17 +288,48 @@ def test_the_service_is_killed_between_match_and_load(
     eventually(is_shared, "new prompts are shared again")
 
 
-def test_each_tensor_parallel_rank_has_its_own_shard_of_each_group(
-    gemma: Engines, service: Service, before: set[str], runs: dict[str, Run]
+def test_what_is_on_nvme_alone_is_loaded_after_a_restart(
+    both: tuple[Engine, Engine], runs: dict[str, Run], service: Service
 ) -> None:
-    """Two workers, each with half of the heads: a hit is one of all groups on both."""
-    others = before | set(contents(service))
-    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    _, hitter = both
+    with service.client() as client:
+        eventually(lambda: has_written(client, 0), "all is on NVMe")
+    service.stop()
+    dropped = run_kvfs("drop", str(service.data))
+    assert dropped.returncode == 0, dropped.stderr
+    service.restart()
+
+    def is_loaded() -> bool:
+        run = hitter.generate(STORED, max_tokens=ANSWER)
+        assert wrong(run, runs) == []
+        return all_hits(run, STORED)
+
+    eventually(is_loaded, "the engine has found the service again")
+    with service.client() as client:
+        assert client.status()["promotions"] > 0
+
+
+def test_each_tensor_parallel_rank_has_its_own_shard_of_each_group(
+    gemma: Engines, service: Service, runs: dict[str, Run]
+) -> None:
+    """Two workers, each with half of the heads: a hit is one of all groups on both, and of one whose weights change in
+    memory nothing is kept until the reset."""
+    others, cores = set(contents(service)), {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     with start(gemma, "tensor-parallel", connector(service), tensor_parallel=2, environment=cores) as engine:
         first, second = (engine.generate(STORED, max_tokens=ANSWER) for _ in range(2))
-    assert set(first.cached_tokens) == {0}
+        found = new_blocks(service, others)
+        engine.change_weights(2.0, rank=1)
+        changed = engine.generate(STORED, max_tokens=ANSWER)
+        assert new_blocks(service, others) == found
+        assert engine.reset()
+        third, fourth = (engine.generate(STORED, max_tokens=ANSWER) for _ in range(2))
+    assert set(first.cached_tokens) == set(third.cached_tokens) == {0}
     assert all_hits(second, STORED)
+    assert all_hits(fourth, STORED)
     assert wrong(first, runs) + wrong(second, runs) == []
-    found = new_blocks(service, others)
+    assert len(wrong(changed, runs)) == len(STORED), "the change changes every output"
+    for name in STORED:
+        assert same_output(third.output(name), changed.output(name))
+        assert same_output(fourth.output(name), changed.output(name))
     assert len(found) == 2 * GROUPS
     assert {size for sizes in found.values() for size in sizes.values()} == {BLOCK_BYTES // 2}
