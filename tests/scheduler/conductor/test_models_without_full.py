@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvfs.events.event_streams import Engine
 from kvfs.events.kv_events import CPU, GPU, STORAGE, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored
@@ -45,11 +46,7 @@ ENGINE: Final = "engine-a"
 def stored(group: int, block: int, medium: str = CPU) -> BlockStored:
     """Return the event that a store says of one block: it follows the one before of its own group."""
     event, own = beside_full(group, block, medium, MODEL), hashes(group, MODEL)
-    return BlockStored(**{**fields_of(event), "parent_block_hash": own[block - 1] if block else None})
-
-
-def fields_of(event: BlockStored) -> dict[str, Any]:
-    return {name: getattr(event, name) for name in event.__struct_fields__}
+    return replace(event, parent_block_hash=own[block - 1] if block else None)
 
 
 def of_engine(group: int, first: int, last: int, kept: int = 0) -> BlockStored:
@@ -210,7 +207,7 @@ def test_blocks_that_its_tokens_are_too_few_for_are_counted() -> None:
     stand = Stand(WINDOW_3)
     stand.hears(ENGINE, of_engine(WINDOW_3, 0, 4), of_tokens([20, 21], PROMPT[:16]))
     event = of_engine(WINDOW_3, 0, 1)
-    stand.hears(ENGINE, BlockStored(**{**fields_of(event), "block_hashes": [7, 8]}))
+    stand.hears(ENGINE, replace(event, block_hashes=[7, 8]))
     assert stand.held() == 4
     assert stand.conductor.counts["engine_blocks_malformed"] == 4
 

@@ -32,8 +32,9 @@ from tests.scheduler.conductor.test_store_windows import (
 from tests.scheduler.conductor.test_store_windows import PROMPT as PROMPT_IN_STORE
 from tests.scheduler.conductor.test_store_windows import removed as gone_from_store
 from tests.scheduler.conductor.test_store_windows import stored as stored_in
-from tests.sessions.test_engine_groups import CHUNKS, reads
+from tests.sessions.test_engine_groups import CHUNKS
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Clock, conductor, instance
+from tests.support.prefix_needs import Layers, longest
 
 NODE: Final = StreamName("node", 0)
 BLOCKS_IN_STORE: Final = len(all_of(FULL))
@@ -69,9 +70,12 @@ def test_chunks_in_an_engines_own_memory_are_as_long_as_it_says(lost: set[int], 
     feed = Feed(made.registry, made.now_s)
     told = of_group(CHUNKS, 0, end), of_group(FULL), removed(CHUNKS, lost)
     feed.receive(message("engine-a", 0, *told))
-    held = set(range(end)) - lost
-    longest = max(n for n in range(BLOCKS + 1) if reads(CHUNKS, n) <= held)
-    assert made.match(RouteRequest(model="m", tokens=PROMPT))["a"] == longest * BLOCK_TOKENS
+    held = {(FULL, block) for block in range(BLOCKS)} | {(CHUNKS, block) for block in {*range(end)} - lost}
+    groups = {FULL: Layers(), CHUNKS: Layers(read=4, is_chunked=True)}
+    assert (
+        made.match(RouteRequest(model="m", tokens=PROMPT))["a"]
+        == longest(groups, held, BLOCKS) * BLOCK_TOKENS
+    )
     assert made.counts["other_group_events"] == 0
 
 
