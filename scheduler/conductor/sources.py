@@ -115,9 +115,8 @@ class ModelLayers:
         """Return whether there are layers of full attention."""
         return self.keyed_group is None
 
-    def alike(self, number: int) -> list[int]:
-        """Return the numbers of the groups that read what one does; none where nobody says that it is there."""
-        window = self.in_store.get(number)
+    def reading(self, window: Window) -> list[int]:
+        """Return the numbers of the groups that read so much; none where nobody says which there are."""
         return [each for each, other in self.in_store.items() if other == window]
 
     def are_said_by(self, other: ModelLayers) -> bool:

@@ -193,12 +193,11 @@ class Feed:
             self._registry.counts["other_group_events"] += 1
             return
         number = event.group_idx or 0
-        groups = layers.alike(number)
         if layers.groups and layers.in_store.get(number) != window:
             self._registry.counts["other_group_events"] += 1
         else:
             anchors = keys if is_keyed else [] if parent is None else [parent, *keys]
-            there = self._windows_of(stream).stored(window, event, keys, anchors, groups)
+            there = self._windows_of(stream).stored(window, event, keys, anchors, layers)
             self._registry.removed(stream, there.place, b"".join(there.gone))
             # Also without keys: that such layers are there is what full attention is limited by.
             self._registry.stored(stream, there.place, b"".join(there.keys), None)

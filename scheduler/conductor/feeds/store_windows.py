@@ -14,13 +14,13 @@ Concurrency: one thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvfs.events.kv_events import CPU, STORAGE, BlockRemoved, BlockStored
 from kvfs.limits import MAX_ENGINE_BLOCKS
-from scheduler.conductor.sources import Place, Window
+from scheduler.conductor.sources import ModelLayers, Place, Window
 
 _MEDIA: Final = {CPU: 1, STORAGE: 2}
 _OTHER_MEDIUM: Final = 4
@@ -90,14 +90,16 @@ class StoreWindows:
         event: BlockStored,
         hashes: list[bytes],
         anchors: list[bytes],
-        groups: Iterable[int] = (),
+        layers: ModelLayers,
     ) -> Change:
         """Return what changes by blocks of a group that are stored. `anchors`: beside which blocks of those by which
-        prompts are looked up each lies. `groups`: all that read so much, where that was said."""
+        prompts are looked up each lies. `layers`: of the model, of which all groups count that are said."""
         place = Place("", window, event.layers_of or b"")
         beside = self._places.get(place)
         if beside is None:
-            beside = self._places[place] = _Beside(window.parts, {each: each for each in groups})
+            beside = self._places[place] = _Beside(
+                window.parts, {each: each for each in layers.reading(window)}
+            )
         group = event.group_idx or 0
         change = Change(place, [], self._appear(beside, group))
         for hash, anchor in zip(hashes, anchors, strict=False):
