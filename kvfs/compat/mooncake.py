@@ -143,9 +143,10 @@ class MooncakeDistributedStore:
 
     def close(self) -> int:
         """End the session; return OK. Closing twice is harmless."""
-        client, self._client, self._blocks = self._client, None, None
+        client, self._client = self._client, None
         if client is not None:
-            client.close()
+            client.close()  # and the blocks, which it knows as long as they are held here
+        self._blocks = None
         return OK
 
     def get_hostname(self) -> str:

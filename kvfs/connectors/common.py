@@ -164,9 +164,9 @@ class Link:
         self._closed.set()
         with self._lock:
             client, self._client = self._client, None
-            self._opened.clear()
         if client is not None:
-            client.close()
+            client.close()  # and the blocks, which it knows as long as they are held here
+        self._opened.clear()
 
     def _connect(self, namespace: Namespace) -> Blocks:
         with self._lock:

@@ -15,6 +15,7 @@ from kvfs.client.blocks import Blocks
 from kvfs.compat.mooncake import MooncakeDistributedStore, MooncakeHostMemAllocator
 from kvfs.connectors.common import string_namespace
 from tests.engines.mooncake_scenario import answers
+from tests.support.collected import collect_at_close
 from tests.support.door import need_mount
 from tests.support.service import Service
 
@@ -67,6 +68,17 @@ def test_its_set_up_says_where_keys_are_kept(service: Service, caplog: pytest.Lo
     assert f"namespace {namespace.digest.hex()} (mooncake store key), bucket {bucket}" in said.getMessage()
     assert store.remove_all() == 0
     store.close()
+
+
+def test_closing_ends_the_session_of_its_blocks(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MooncakeDistributedStore()
+    assert store.setup("localhost", "", 0, 0, "tcp", "", str(service.mount), tenant_id="closing") == 0
+    closed = collect_at_close(monkeypatch)
+    assert store.close() == 0
+    namespace = string_namespace("mooncake store key", {"tenant": "closing"})
+    with service.client() as client, client.blocks(namespace) as blocks:
+        assert closed == [blocks.bucket]
+    assert store.close() == 0
 
 
 def test_a_set_up_whose_block_does_not_come_back_says_so(

@@ -31,6 +31,7 @@ from kvfs.connectors.common import (
 )
 from kvfs.errors import DeadlinePassed, InvalidRequest
 from kvfs.limits import CONNECTOR_MATCH_S
+from tests.support.collected import collect_at_close
 from tests.support.door import need_mount
 from tests.support.machines import free_port, write_secret
 from tests.support.service import ROOT, Service
@@ -123,6 +124,20 @@ def test_a_link_goes_on_without_a_service_and_finds_it_again(service: Service) -
         assert link.clear(namespace) == 2
     finally:
         link.close()
+
+
+@pytest.mark.mount
+def test_closing_a_link_ends_the_sessions_of_its_blocks(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = Link(str(service.mount), name="test", timeout_s=WAIT_S)
+    opened = [link.open(string_namespace(kind)) for kind in ("test", "other")]
+    buckets = {blocks.bucket for blocks in opened if blocks is not None}
+    opened.clear()
+    closed = collect_at_close(monkeypatch)
+    link.close()
+    assert len(closed) == 2
+    assert set(closed) == buckets
 
 
 @pytest.mark.mount
