@@ -128,7 +128,7 @@ class CopyOrders:
 
     def routed(self, pool: Pool, slot: int, hashes: bytes) -> None:
         """Leave a prompt to be counted, if its blocks may be ordered: those of one shard, and with full attention."""
-        if pool.namespace.tensor_shards * pool.namespace.pipeline_shards > 1 or pool.keyed_group is not None:
+        if pool.namespace.tensor_shards * pool.namespace.pipeline_shards > 1 or not pool.has_full:
             return
         if len(self._wanted) == MAX_HEAT_PROMPTS:
             self.counts["prompts_passed_over"] += 1
@@ -296,10 +296,12 @@ class CopyOrders:
         """Return what a node lacks of a run and is not to fetch already, full attention last."""
         under_way = self._under_way.get(target.stream.name, ())
         lacking: dict[int, dict[bytes, None]] = {}
-        for _, group, key in _beside(source.stream, pool.layers, hashes):
+        for _, group, key in _beside(source.stream, pool.cache_model, hashes):
             if target.stream.window_blocks is None or key not in target.stream.window_blocks:
                 lacking.setdefault(group, {})[key] = None
-        wanted = [(NamedBlocks(b"", b"", pool.layers, group), [*lacking[group]]) for group in sorted(lacking)]
+        wanted = [
+            (NamedBlocks(b"", b"", pool.cache_model, group), [*lacking[group]]) for group in sorted(lacking)
+        ]
         full = NamedBlocks(pool.namespace.digest, self._index.lacking(hashes, target.mask))
         return tuple(
             blocks._replace(hashes=b"".join(keys[at : at + MAX_ORDER_BLOCKS]))
@@ -358,7 +360,7 @@ class _Copies:
     def apart(self, run: int, node: StreamName) -> set[bytes]:
         hashes = self._orders.hashes_of(run)
         first = _most_in_common(hashes, self._warm_runs(key_at(hashes, 0)))
-        beside = _beside(self._nodes[node].stream, self._pool.layers, hashes)
+        beside = _beside(self._nodes[node].stream, self._pool.cache_model, hashes)
         keys = {key for at, _, key in beside if at >= first}
         return keys.union(split_keys(hashes[first * HASH_BYTES :]))
 
@@ -371,7 +373,7 @@ def _nodes(pool: Pool, now_s: float) -> dict[StreamName, Node]:
             if stream.is_store and member.instance.store_peer:
                 queue_s = pool.planner.load(member.slot, now_s).queue_s
                 before = found.get(stream.name)
-                mask = sum(1 << source for _, source in stream.media(pool.layers))
+                mask = sum(1 << source for _, source in stream.media(pool.cache_model))
                 peer = member.instance.store_peer if before is None else before.peer
                 queue_s += 0.0 if before is None else before.queue_s
                 found[stream.name] = Node(stream, peer, mask, queue_s)
@@ -419,7 +421,7 @@ def _has_windows(stream: Stream, keys: Sequence[bytes]) -> bool:
 
 def _pieces(wanted: Wanted, first: int, end: int) -> Iterator[bytes]:
     """Yield the hashes by which a run of a prompt is counted."""
-    if not wanted.pool.layers:
+    if not wanted.pool.cache_model:
         for at in range(first, end, MAX_ORDER_BLOCKS):
             yield wanted.hashes[at * HASH_BYTES : min(at + MAX_ORDER_BLOCKS, end) * HASH_BYTES]
     elif end <= MAX_COPIED_BLOCKS:

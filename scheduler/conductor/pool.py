@@ -121,10 +121,9 @@ class Pool:
         self.model, self.weights = first.model, first.weights
         self.namespace = Namespace.from_mapping(first.namespace)
         group = group_in(self.namespace)
-        self.layers = b"" if group is None else group.model
+        self.cache_model = b"" if group is None else group.model
         """What its blocks are of in stores, as `Place.model` has it."""
-        self.keyed_group = None if group is None else group.number
-        """As `ModelLayers` has it."""
+        self._keyed_group = None if group is None else group.number
         self._keyed_by = keyed_by(first)
         self.options = options
         self.members: dict[str, Member] = {}
@@ -141,10 +140,15 @@ class Pool:
         self.names: tuple[str, ...] = ()
         self.source_names: dict[int, str] = {}
 
+    @property
+    def has_full(self) -> bool:
+        """Return whether the model has layers of full attention."""
+        return self._keyed_group is None
+
     def layers_of(self, instance: Instance | None = None) -> ModelLayers:
         """Return what an instance says of the model's layers; without one what its namespace does."""
         groups = () if instance is None else instance.groups
-        return ModelLayers(self.namespace.block_tokens, groups, self.keyed_group)
+        return ModelLayers(self.namespace.block_tokens, groups, self._keyed_group)
 
     # --- members ------------------------------------------------------------------------------------------
     def check(self, instance: Instance) -> None:
@@ -235,7 +239,7 @@ class Pool:
                     name = f"{stream.name} {medium}"
                     shared.add(name)
                     # What stands in for full attention is in DRAM, too: at its own node nothing is sent.
-                    own = set() if self.keyed_group is None else here
+                    own = set() if self.has_full else here
                     places[source] = places.get(source, set()) | own | {self._share(name)}
                 else:
                     places[source] = places.get(source, set()) | here
@@ -279,9 +283,9 @@ class Pool:
         """Yield where blocks are that an instance may go on from. Of a store that is nowhere while its blocks count by
         other groups than the instance says: its own may be gone."""
         for stream in member.streams:
-            known, said = stream.layers.get(self.layers), member.layers
+            known, said = stream.layers.get(self.cache_model), member.layers
             if known is None or not (stream.is_store and said.groups) or known.are_said_by(said):
-                for medium, source in stream.media(self.layers):
+                for medium, source in stream.media(self.cache_model):
                     yield stream, medium, source
 
     # --- prompts ------------------------------------------------------------------------------------------

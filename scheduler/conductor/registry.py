@@ -108,7 +108,8 @@ class Registry:
                 del self._streams[stream.name]
             else:
                 self._expect_layers(stream, pool)
-                stream.unused = stream.layers.keys() - {each.layers for each, _ in self.users_of(stream.name)}
+                users = {each.cache_model for each, _ in self.users_of(stream.name)}
+                stream.unused = stream.layers.keys() - users
         self._topics = {stream.topic for stream in self._streams}
         if not pool.members:
             del self._pools[pool.model]
@@ -118,8 +119,8 @@ class Registry:
 
         What counts stays until none of them says it; then it is what the last one says.
         """
-        model, own, known = pool.layers, pool.layers_of(), stream.layers.get(pool.layers)
-        users = [each.layers for at, each in self.users_of(stream.name) if at.layers == model]
+        model, own, known = pool.cache_model, pool.layers_of(), stream.layers.get(pool.cache_model)
+        users = [each.layers for at, each in self.users_of(stream.name) if at.cache_model == model]
         said = [each for each in (*users, *map(pool.layers_of, new)) if each.groups]
         is_outdated = model in stream.unused and known is not None and not known.are_keyed_as(own)
         stream.unused.discard(model)

@@ -178,7 +178,7 @@ def _keys(context: Context, pool: Pool, member: Member, hashes: list[int]) -> It
     for hash in hashes:
         keys = (context.follows.key_of(stream.name, hash) for stream in member.streams)
         key = next((key for key in keys if key is not None), None)
-        if key is None and pool.keyed_group is None:
+        if key is None and pool.has_full:
             return
         yield key or _NO_BLOCK
 
@@ -244,7 +244,7 @@ def _context_of(context: Context, pool: Pool) -> ModelContext:
     for instance_id, _, rank in identities:
         instances.setdefault(instance_id, []).append(int(rank))
     streams = [stream for member in pool.members.values() for stream in member.streams]
-    sources = {source for stream in streams for source in stream.block_sources(pool.layers)}
+    sources = {source for stream in streams for source in stream.block_sources(pool.cache_model)}
     tenant = identities[0].tenant_id  # a pool has a member, and each tenant has pools of its own
     return ModelContext(
         model_name=_own_model(pool.model, tenant),

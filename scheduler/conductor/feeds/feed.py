@@ -16,7 +16,7 @@ Concurrency: one thread; I/O is in `scheduler.conductor.feeds.listener`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvfs.events.event_streams import Engine, EventStreams, Missing
 from kvfs.events.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
@@ -24,7 +24,7 @@ from kvfs.keys import HASH_BYTES
 from scheduler.conductor.feeds.engine_hashes import EngineHashes
 from scheduler.conductor.feeds.store_windows import StoreWindows
 from scheduler.conductor.registry import Registry
-from scheduler.conductor.sources import Knowledge, Place, Stream, StreamName, Window, window_of
+from scheduler.conductor.sources import Knowledge, ModelLayers, Place, Stream, StreamName, Window, window_of
 
 
 class Feed:
@@ -164,43 +164,48 @@ class Feed:
         return None if known is None else Place(event.medium or GPU, known)
 
     def _of_store(self, stream: Stream, event: BlockStored | BlockRemoved) -> None:
-        if event.layers_of and event.layers_of in stream.unused:
-            self._registry.drop_layers(stream, event.layers_of)
-            self._windows_of(stream).empty(event.layers_of)
-        if event.layers_of and event.layers_of not in stream.layers:
+        model = event.layers_of or b""
+        if model and model in stream.unused:
+            self._registry.drop_layers(stream, model)
+            self._windows_of(stream).empty(model)
+        layers = stream.layers.get(model)
+        if model and layers is None:
             stream.has_others = True
             return
-        keys = [each for each in event.block_hashes if isinstance(each, bytes) and len(each) == HASH_BYTES]
+        keys = _keys(event.block_hashes)
         self._registry.counts["store_blocks_malformed"] += len(event.block_hashes) - len(keys)
-        place = Place(event.medium or GPU, model=event.layers_of or b"")
-        if isinstance(event, BlockRemoved):
-            if event.group_idx:
-                for change in self._windows_of(stream).removed(event, keys):
-                    self._registry.removed(stream, change.place, b"".join(change.gone))
+        place = Place(event.medium or GPU, model=model)
+        if isinstance(event, BlockStored):
+            parent = next(iter(_keys([event.parent_block_hash])), None)
+            if not event.group_idx and (layers is None or layers.has_full):
+                self._registry.stored(stream, place, b"".join(keys), parent)
             else:
-                self._registry.removed(stream, place, b"".join(keys))
-            return
-        before = event.parent_block_hash
-        parent = before if isinstance(before, bytes) and len(before) == HASH_BYTES else None
-        layers = stream.layers.get(event.layers_of or b"")
-        if not event.group_idx and (layers is None or layers.has_full):
-            self._registry.stored(stream, place, b"".join(keys), parent)
-            return
-        window = None if layers is None else _window_of(event, layers.block_tokens, event.chunk_tokens)
-        is_keyed = layers is not None and event.group_idx == layers.keyed_group
-        has_anchor = parent is not None or (layers is not None and not layers.has_full)
-        if layers is None or window is None or not window.blocks or not has_anchor:
-            self._registry.counts["other_group_events"] += 1
-            return
-        number = event.group_idx or 0
-        if layers.groups and layers.in_store.get(number) != window:
-            self._registry.counts["other_group_events"] += 1
+                self._window_stored(stream, event, keys, parent, layers)
+        elif event.group_idx:
+            for change in self._windows_of(stream).removed(event, keys):
+                self._registry.removed(stream, change.place, b"".join(change.gone))
         else:
-            anchors = keys if is_keyed else [] if parent is None else [parent, *keys]
-            there = self._windows_of(stream).stored(window, event, keys, anchors, layers)
-            self._registry.removed(stream, there.place, b"".join(there.gone))
-            # Also without keys: that such layers are there is what full attention is limited by.
-            self._registry.stored(stream, there.place, b"".join(there.keys), None)
+            self._registry.removed(stream, place, b"".join(keys))
+
+    def _window_stored(
+        self,
+        stream: Stream,
+        event: BlockStored,
+        keys: list[bytes],
+        parent: bytes | None,
+        layers: ModelLayers | None,
+    ) -> None:
+        """Count a store's blocks of windows or states beside those by whose keys prompts are looked up."""
+        number = event.group_idx or 0
+        window = None if layers is None else _window_of(event, layers.block_tokens, event.chunk_tokens)
+        if layers is None or window is None or not _counts(layers, number, window, parent):
+            self._registry.counts["other_group_events"] += 1
+            return
+        anchors = keys if number == layers.keyed_group else [] if parent is None else [parent, *keys]
+        there = self._windows_of(stream).stored(window, event, keys, anchors, layers)
+        self._registry.removed(stream, there.place, b"".join(there.gone))
+        # Also without keys: that such layers are there is what full attention is limited by.
+        self._registry.stored(stream, there.place, b"".join(there.keys), None)
 
     def _windows_of(self, stream: Stream) -> StoreWindows:
         found = self._windows.get(stream.name)
@@ -224,8 +229,8 @@ class Feed:
         found = self._hashes.get(stream.name)
         if found is None:
             [(pool, _)] = self._registry.users_of(stream.name)
-            has_full = pool.keyed_group is None
-            found = EngineHashes(pool.namespace, pool.weights, self._registry.counts, has_full=has_full)
+            counts = self._registry.counts
+            found = EngineHashes(pool.namespace, pool.weights, counts, has_full=pool.has_full)
             self._hashes[stream.name] = found
         return found
 
@@ -241,6 +246,19 @@ class Feed:
         if stream.name in self._windows:
             self._windows[stream.name].clear()
         self._registry.cleared(stream, knowledge)
+
+
+def _counts(layers: ModelLayers, number: int, window: Window, parent: bytes | None) -> bool:
+    """Return whether a store's blocks of a group limit prompts: they say beside what they lie, and are of those layers
+    that instances say, if any says which there are."""
+    has_anchor = parent is not None or not layers.has_full
+    is_said = not layers.groups or layers.in_store.get(number) == window
+    return window.blocks > 0 and has_anchor and is_said
+
+
+def _keys(hashes: Iterable[bytes | int | None]) -> list[bytes]:
+    """Return those that are keys of blocks."""
+    return [each for each in hashes if isinstance(each, bytes) and len(each) == HASH_BYTES]
 
 
 def _window_of(event: BlockStored, block_tokens: int, chunk_tokens: int | None) -> Window | None:

@@ -254,8 +254,8 @@ def test_blocks_are_those_of_windows() -> None:
         stand.conductor.count_blocks(
             source
             for stream in streams
-            if pool.layers in stream.layers
-            for source in stream.block_sources(pool.layers)
+            if pool.cache_model in stream.layers
+            for source in stream.block_sources(pool.cache_model)
         )
         for pool in map(stand.conductor.registry.pool, (MODEL, "m"))
     )

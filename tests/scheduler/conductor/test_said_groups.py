@@ -8,6 +8,7 @@ from typing import Any, Final
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvfs.errors import InvalidRequest, LimitExceeded
 from kvfs.events.event_streams import Engine
@@ -40,9 +41,11 @@ NODE: Final = StreamName("node", 0)
 BLOCKS_IN_STORE: Final = len(all_of(FULL))
 
 
-def hybrid(name: str, *groups: int, **changes: Any) -> Instance:
-    given = {"model": "hybrid", "namespace": namespace_of(FULL).as_mapping(), "engine_topic": "", **changes}
-    return instance(name, groups=groups_said(*groups), store_topic="node", **given)
+def hybrid(name: str, *groups: int, of: str = "hybrid", keyed: int = FULL, **changes: Any) -> Instance:
+    """Return an engine on the store that says these groups of a model; `keyed`: by whose keys prompts are looked up."""
+    namespace = namespace_of(keyed, of).as_mapping()
+    given = {"model": of, "namespace": namespace, "engine_topic": "", "store_topic": "node", **changes}
+    return instance(name, groups=groups_said(*groups, model=of), **given)
 
 
 def stand_of(*said: Instance) -> Stand:
@@ -201,17 +204,8 @@ def test_a_model_that_is_keyed_otherwise_than_before_counts_by_what_it_is_now(
     stand = stand_of()
     told = all_of(FULL, WINDOW_3, WINDOW_2, model=model)
     for keyed in (first, then):
-        groups = groups_said(FULL, WINDOW_3, WINDOW_2, model=model) if is_said and keyed == FULL else ()
-        stand.conductor.registry.add(
-            instance(
-                "a",
-                model=model,
-                namespace=namespace_of(keyed, model).as_mapping(),
-                groups=groups,
-                engine_topic="",
-                store_topic="node",
-            )
-        )
+        groups = (FULL, WINDOW_3, WINDOW_2) if is_said and keyed == FULL else ()
+        stand.conductor.registry.add(hybrid("a", *groups, of=model, keyed=keyed))
         stand.feed.joined(NODE)
         stand.hears(*told)
         if keyed == first:
@@ -229,9 +223,7 @@ def test_of_two_pools_that_know_one_model_by_other_blocks_the_first_counts(is_fu
     stand = stand_of()
     pools = [("x", FULL), ("y", WINDOW_3)]
     for name, keyed in pools if is_full_first else reversed(pools):
-        namespace = namespace_of(keyed).as_mapping()
-        given: Any = {"model": name, "namespace": namespace, "engine_topic": "", "store_topic": "node"}
-        stand.conductor.registry.add(instance(name, **given))
+        stand.conductor.registry.add(hybrid(name, keyed=keyed, model=name))
     stand.hears(*(stored_in(FULL, block) for block in (7, 8)), *all_of(WINDOW_3))
     assert stand.held("x", "x") == 0
     assert stand.held("y", "y") == (0 if is_full_first else BLOCKS_IN_STORE)
@@ -252,20 +244,9 @@ def test_two_names_of_one_model_share_its_groups() -> None:
 def test_a_store_is_not_asked_again_where_nothing_else_is_said() -> None:
     stand = stand_of(hybrid("a", FULL, WINDOW_3))
     stand.hears(*all_of(FULL, WINDOW_3))
-    other = namespace_of(FULL, "other").as_mapping()
-    silent = instance(
-        "c", model="hybrid", namespace=namespace_of(FULL).as_mapping(), engine_topic="", store_topic="node"
-    )
-    new = instance("d", model="other", namespace=other, engine_topic="", store_topic="node")
-    reversed_order = instance(
-        "e",
-        model="hybrid",
-        namespace=namespace_of(FULL).as_mapping(),
-        engine_topic="",
-        store_topic="node",
-        groups=groups_said(WINDOW_3, FULL)[::-1],
-    )
-    for each in (hybrid("b", FULL, WINDOW_3), silent, new, reversed_order):
+    silent, new, same = hybrid("c"), hybrid("d", of="other"), hybrid("e", FULL, WINDOW_3)
+    same_in_other_order = replace(same, groups=same.groups[::-1])
+    for each in (hybrid("b", FULL, WINDOW_3), silent, new, same_in_other_order):
         stand.conductor.registry.add(each)
         stand.feed.joined(NODE)
     stand.conductor.registry.remove("b")
