@@ -149,14 +149,16 @@ def engine(family: str, engine_python: str, work: Path, follower: Follower) -> I
         yield engine
 
 
-def prompts(count: int) -> Iterator[list[int]]:
-    """Yield chats and branches of three roots, each of whole blocks and a part."""
+def prompts(count: int, branch_tokens: int = 1) -> Iterator[list[int]]:
+    """Yield chats and branches of three roots, each of whole blocks and a part, which leave their root behind a
+    multiple of `branch_tokens`."""
     rng = random.Random(17)
     vocabulary = min(tiny_gemma.VOCABULARY, tiny_lfm2.VOCABULARY, tiny_families.VOCABULARY)
     roots = [[rng.randrange(2, vocabulary) for _ in range(1200)] for _ in range(3)]
     for number in range(count):
         root = roots[number % 2 if number % 5 else 2]
         shared = rng.randrange(64, len(root))
+        shared -= shared % branch_tokens
         tail = [rng.randrange(2, vocabulary) for _ in range(rng.randrange(1, 200))]
         prompt = root[:shared] + tail
         yield prompt if len(prompt) % BLOCK_TOKENS else prompt[:-1]

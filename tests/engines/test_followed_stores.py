@@ -50,6 +50,9 @@ class Case(NamedTuple):
     write_model: Callable[[Path], None]
     boundary_tokens: int = BLOCK_TOKENS
     """How far apart the boundaries are at which prompts go on."""
+    branch_tokens: int = 1
+    """Prompts leave their root behind a multiple of so many tokens. A part of a block is told beside the one with which
+    it came: to prompts that leave within that, less is predicted than they find."""
     has_full: bool = True
     """Whether it has layers of full attention."""
     slots: int = 160
@@ -63,7 +66,9 @@ FAMILIES: Final = {
     "windows": Case(tiny_gemma.write_model),
     "windows alone": Case(MISTRAL.write, has_full=False, slots=64, nvme="8MiB"),
     "windows with longer blocks": Case(GEMMA_4.write, 2 * BLOCK_TOKENS),
-    "windows with shorter blocks": Case(GEMMA_4_LARGE.write, 2 * BLOCK_TOKENS),
+    "windows with shorter blocks": Case(
+        GEMMA_4_LARGE.write, 2 * BLOCK_TOKENS, branch_tokens=2 * BLOCK_TOKENS
+    ),
     "chunks": Case(LLAMA_4.write),
     "states": Case(
         tiny_lfm2.write_model,
@@ -85,8 +90,7 @@ class Followed:
     server: Server
     service: Service
     conductor: str
-    boundary_tokens: int
-    has_full: bool
+    case: Case
     _numbers: Iterator[int] = field(default_factory=lambda: count(2))
 
     def held(self, prompt: list[int], model: str = "tiny") -> int:
@@ -132,12 +136,12 @@ class Followed:
         What waits to be written to NVMe takes the place of other blocks there. Once nothing does, a mark is removed
         that was stored before: events come in order, so that whoever hears of that has heard of all that went.
         """
-        last = [next(self._numbers)] * (self.boundary_tokens + 1)
+        last = [next(self._numbers)] * (self.case.boundary_tokens + 1)
 
         def is_told() -> bool:
             """The engine stores one prompt after the other: what it has stored of others is told as well."""
             ask(f"{self.server.url}/v1", last, max_tokens=1)
-            return self.held(last) == self.boundary_tokens
+            return self.held(last) == self.case.boundary_tokens
 
         eventually(is_told, "what the engine stores is told")
         with self.service.client() as client, client.blocks(NAMESPACE) as blocks:
@@ -195,7 +199,7 @@ def followed(
         )
         eventually(server.is_up, "it answers", START_S, every_s=LOOK_S)
         stack.enter_context(proxy("--conduct", "--engine", server.url, "--config", str(config)))
-        made = Followed(server, service, f"http://127.0.0.1:{door}", case.boundary_tokens, case.has_full)
+        made = Followed(server, service, f"http://127.0.0.1:{door}", case)
         eventually(
             lambda: [each["knowledge"] for each in made.streams()] == ["current"], "the store is followed"
         )
@@ -209,13 +213,13 @@ def followed(
 
 def test_what_is_predicted_is_what_the_engine_finds(followed: Followed) -> None:
     """Also once the store was stopped and started: it says again what it has, of which layers, beside what."""
-    asked = prompts(PROMPTS + LATER)
+    asked = prompts(PROMPTS + LATER, followed.case.branch_tokens)
     found = [followed.ask(prompt) for prompt in islice(asked, PROMPTS)]
     assert 10 < sum(cached > 0 for cached in found) < PROMPTS - 2, found
     [stream] = followed.streams()
     beside = [count for _, _, count in stream["windows"] + stream["chunks"]]
     assert beside
-    if followed.has_full:
+    if followed.case.has_full:
         assert all(stream["blocks"][medium] for medium in ("CPU", "STORAGE")), stream
         assert all(0 < each < sum(stream["blocks"].values()) for each in beside), stream
     else:

@@ -175,7 +175,7 @@ class Stand:
         return self.conductor.match(asked)[name] // BLOCK_TOKENS
 
 
-def all_of(*groups: int, model: str = "hybrid") -> list[KVEvent]:
+def all_of(*groups: int, model: str = "hybrid") -> list[BlockStored]:
     return [stored(group, block, model=model) for group in groups for block in range(count_of(group, model))]
 
 
@@ -263,6 +263,18 @@ def test_a_block_of_full_attention_wants_all_parts_of_a_window_beside_it() -> No
         assert stand.held() == BLOCKS - 1
         stand.hears(stored(WINDOW_3, last - 1, model="mixed"))
         assert stand.held() == (BLOCKS - 1 if event is removed else BLOCKS)
+
+
+def test_a_part_that_a_prompt_shares_is_beside_the_block_with_which_it_came() -> None:
+    """Prompts that differ within a block of full attention share its first part, which the second one does not store:
+    less is predicted of it than there is, never more."""
+    model, block = "mixed", BLOCKS - 1
+    shared = replace(stored(WINDOW_3, 2 * block, model=model), parent_block_hash=bytes(16))
+    others = [each for each in all_of(WINDOW_3, model=model) if each.block_hashes != shared.block_hashes]
+    stand = Stand(*all_of(FULL, model=model), shared, *others, model=model)
+    assert stand.held() == block
+    stand.hears(removed(WINDOW_3, 2 * block, model=model), stored(WINDOW_3, 2 * block, model=model))
+    assert stand.held() == BLOCKS
 
 
 def test_a_prompt_goes_on_where_a_chunk_ends_and_within_it_with_its_blocks() -> None:
