@@ -22,6 +22,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 
 from kvfs._native.blocks.reader import View
@@ -114,7 +115,10 @@ class MooncakeDistributedStore:
         tenant_id: str = "default",
         **_: Any,
     ) -> int:
-        """Connect; return a code. Segments, buffers and transports are ignored; all arguments may be one mapping."""
+        """Connect, in place of what was connected before; return a code, and change nothing where that fails.
+
+        Segments, buffers and transports are ignored; all arguments may be one mapping.
+        """
         if isinstance(local_hostname, Mapping):
             given = local_hostname
             master_server_addr = str(
@@ -123,16 +127,17 @@ class MooncakeDistributedStore:
             tenant_id = str(given.get("tenant_id") or tenant_id)
         address = address_of({"address": _path(master_server_addr)})
         try:
-            self._client = connect(address, client="mooncake")
-            self._namespace = string_namespace("mooncake store key", {"tenant": tenant_id})
-            self._blocks = self._client.blocks(self._namespace)
+            namespace = string_namespace("mooncake store key", {"tenant": tenant_id})
+            with ExitStack() as opened:
+                client = opened.enter_context(connect(address, client="mooncake"))
+                blocks = client.blocks(namespace)
+                opened.pop_all()
         except (KvfsError, OSError) as error:
             return _code(error)
+        self.close()
+        self._client, self._namespace, self._blocks = client, namespace, blocks
         try:
-            say(
-                log,
-                f"mooncake: the store at {address} {try_store(self._client, self._namespace, self._blocks)}",
-            )
+            say(log, f"mooncake: the store at {address} {try_store(client, namespace, blocks)}")
         except (KvfsError, OSError) as error:
             log.warning("mooncake: the store at %s: %s", address, error)
         return OK

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from kvfs.client import Client
 from kvfs.client.blocks import Blocks
 from kvfs.compat.mooncake import MooncakeDistributedStore, MooncakeHostMemAllocator
 from kvfs.connectors.common import string_namespace
+from kvfs.errors import AccessDenied
+from kvfs.namespaces import Namespace
 from tests.engines.mooncake_scenario import answers
 from tests.support.collected import collect_at_close
 from tests.support.door import need_mount
@@ -79,6 +82,43 @@ def test_closing_ends_the_session_of_its_blocks(service: Service, monkeypatch: p
     with service.client() as client, client.blocks(namespace) as blocks:
         assert closed == [blocks.bucket]
     assert store.close() == 0
+
+
+def test_a_second_set_up_ends_the_session_of_the_first(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MooncakeDistributedStore()
+    assert store.setup("localhost", "", 0, 0, "tcp", "", str(service.mount), tenant_id="first") == 0
+    closed = collect_at_close(monkeypatch)
+    assert store.setup("localhost", "", 0, 0, "tcp", "", str(service.mount), tenant_id="second") == 0
+    first = string_namespace("mooncake store key", {"tenant": "first"})
+    with service.client() as client, client.blocks(first) as blocks:
+        assert closed == [blocks.bucket]
+    assert store.put("key", b"of the second") == 0
+    assert store.remove_all() == 1
+    store.close()
+
+
+def test_a_set_up_that_fails_behind_its_connection_changes_nothing(
+    service: Service, store: MooncakeDistributedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("key", b"kept")
+    ended: list[Client] = []
+    close = Client.close
+
+    def refuse(self: Client, namespace: Namespace) -> Blocks:
+        raise AccessDenied("nobody may")
+
+    def note_and_close(self: Client) -> None:
+        ended.append(self)
+        close(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Client, "blocks", refuse)
+        patched.setattr(Client, "close", note_and_close)
+        assert store.setup("localhost", "", 0, 0, "tcp", "", str(service.mount), tenant_id="other") != 0
+    assert len(ended) == 1
+    assert store.get("key") == b"kept"
 
 
 def test_a_set_up_whose_block_does_not_come_back_says_so(
