@@ -373,7 +373,7 @@ def _nodes(pool: Pool, now_s: float) -> dict[StreamName, Node]:
             if stream.is_store and member.instance.store_peer:
                 queue_s = pool.planner.load(member.slot, now_s).queue_s
                 before = found.get(stream.name)
-                mask = sum(1 << source for _, source in stream.media(pool.cache_model))
+                mask = stream.mask_of(pool.cache_model)
                 peer = member.instance.store_peer if before is None else before.peer
                 queue_s += 0.0 if before is None else before.queue_s
                 found[stream.name] = Node(stream, peer, mask, queue_s)

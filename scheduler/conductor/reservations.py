@@ -241,7 +241,7 @@ class Reservations:
         for stream in found.prefill.streams:
             if stream.is_store or not found.made or stream.event_s >= found.made_s:
                 continue
-            mask = sum(1 << source for _, source in stream.media(found.pool.cache_model))
+            mask = stream.mask_of(found.pool.cache_model)
             if self._index.depths(found.made, [mask])[0] * HASH_BYTES < len(found.made):
                 stream.owed_s = min(stream.owed_s, now_s)
 

@@ -208,6 +208,10 @@ class Stream:
             if not place.window.blocks and place.model == (model if self.is_store else b""):
                 yield place.medium, source
 
+    def mask_of(self, model: bytes) -> int:
+        """Return the index's mask of everywhere that `media` yields."""
+        return sum(1 << source for _, source in self.media(model))
+
     def block_sources(self, model: bytes) -> set[int]:
         """Return the numbers of the places that have a model's blocks: of full attention, without it of windows."""
         own = model if self.is_store else b""
