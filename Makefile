@@ -45,7 +45,7 @@ GUARDED := $(shell grep -lwE 'kvfs_lock|REQUIRES' kvfs/_native/*/*.c)
 NATIVE_MODULES = $(filter-out $(if $(wildcard kvfs/_native/remote/ucx.*.so),,kvfs._native.remote.ucx), \
     $(subst /,.,$(basename $(wildcard kvfs/_native/*/*.pyx))))
 
-.PHONY: help build serve wheel test test-wheel test-asan test-tsan test-rig test-gpu fuzz soak routing-runs lint annotations types imports stubs pytest bench bench-peers clean
+.PHONY: help build serve wheel test test-wheel test-asan test-tsan test-rig test-gpu fuzz soak routing-runs checks lint annotations types imports stubs pytest bench bench-peers clean
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -117,9 +117,12 @@ bench-peers: build $(STAMPS)/bench
 	@exec $(BIN)/python -m bench.peer_routers --environment $(PEERS_VENV) $(ARGS)
 
 # --- check ---------------------------------------------------------------------------------------------------
-test: | $(STAMPS)/system-test
-	@$(MAKE) --jobs 2 --output-sync lint types imports stubs
-	@$(MAKE) pytest
+# What is checked without being run takes what tests, which also wait, leave of the processors: it says at its end what it found.
+test: | $(STAMPS)/system-test $(STAMPS)/dev $(STAMPS)/native
+	@$(MAKE) --jobs 2 checks pytest
+
+checks:
+	@nice -n 19 $(MAKE) --output-sync=recurse lint types imports stubs
 
 lint: $(STAMPS)/dev annotations
 	$(BIN)/ruff check

@@ -18,7 +18,7 @@ from tests.support.waits import WAIT_S
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 MAKEFILES: Final = ("Makefile", "engines.mk")
-INNER: Final = {"help", "lint", "annotations", "types", "imports", "stubs", "pytest"}
+INNER: Final = {"help", "checks", "lint", "annotations", "types", "imports", "stubs", "pytest"}
 """Targets that are parts of `make test`, and help itself."""
 PYTHON: Final = """#!/bin/sh
 [ "$2" = venv ] && mkdir -p "$4/bin" && cp "$0" "$4/bin/python"
