@@ -1,7 +1,7 @@
 """vLLM on two machines of one cluster: what an engine computed on one is fetched and loaded on the other, by a hint.
 
-Each machine is a service with a loopback address of its own. The first engine's answers, computed without any cache,
-are the reference.
+Each machine is a host of a network of their own, or where that is not allowed has a loopback address of its own. The
+first engine's answers, computed without any cache, are the reference.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,9 @@ from tests.engines.engine import BLOCK_TOKENS, Engine, Engines, Run, same_output
 from tests.engines.test_vllm_connector import connector
 from tests.engines.tiny_llama import VOCABULARY
 from tests.support.door import ON_DIRECTORY
+from tests.support.hosted_services import CLUSTER_PORT
 from tests.support.machines import free_port, write_secret
+from tests.support.network_hosts import Network, network_if_allowed
 from tests.support.service import Service
 from tests.support.waits import WAIT_S, eventually
 
@@ -49,23 +51,33 @@ class Machines(NamedTuple):
 
 
 @contextmanager
-def two_machines(folder: Path, more: tuple[str, str] = ("", "")) -> Iterator[tuple[list[Service], list[str]]]:
-    """Run two services of one cluster; yield them, and their addresses for each other. `more`: what each one's settings
-    go on with, from those of its cluster."""
+def two_machines(
+    folder: Path, more: tuple[str, str] = ("", ""), network: Network | None = None
+) -> Iterator[tuple[list[Service], list[str]]]:
+    """Run two services of one cluster, on the first hosts of a network where there is one; yield them, and their
+    addresses for each other. `more`: what each one's settings go on with, from those of its cluster."""
     addresses = [f"{host}:{free_port(host)}" for host in ("127.0.0.1", "127.0.0.2")]
+    if network is not None:
+        addresses = [f"{network.address(host)}:{CLUSTER_PORT}" for host in network.hosts]
     secret = write_secret(folder / "secret")
     with ExitStack() as stack:
         services = []
-        for address, own in zip(addresses, more, strict=True):
+        for host, (address, own) in enumerate(zip(addresses, more, strict=True), 1):
             config = folder / f"{address}.toml"
             config.write_text(
                 f"[cluster]\nlisten = '{address}'\npeers = {addresses}\nsecret_file = '{secret}'\n"
                 f"match_wait_s = 1\n{own}"
             )
-            services.append(stack.enter_context(Service(mode="off", arguments=["--config", str(config)])))
+            with on_host(network, host):
+                services.append(stack.enter_context(Service(mode="off", arguments=["--config", str(config)])))
         with kvfs.connect(services[1].data) as client:
             eventually(lambda: client.status()["cluster"]["peers_up"] == 1, "the machines are linked")
         yield services, addresses
+
+
+def on_host(network: Network | None, host: int) -> AbstractContextManager[None]:
+    """Have this thread, and what it starts, on a host; without a network where it is."""
+    return nullcontext() if network is None else network.within(host)
 
 
 def unmounted(service: Service) -> dict[str, Any]:
@@ -80,11 +92,16 @@ def fetched_blocks(service: Service) -> int:
 
 @pytest.fixture(scope="module")
 def machines(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
-    with two_machines(tmp_path_factory.mktemp("peers")) as (services, addresses), ExitStack() as stack:
-        running = [
-            stack.enter_context(engines.start(name, None, connector=unmounted(service)))
-            for name, service in zip(("first", "second"), services, strict=True)
-        ]
+    with ExitStack() as stack:
+        found = stack.enter_context(network_if_allowed(2))
+        network = found if isinstance(found, Network) else None
+        folder = tmp_path_factory.mktemp("peers")
+        services, addresses = stack.enter_context(two_machines(folder, network=network))
+        running = []
+        for host, name in enumerate(("first", "second"), 1):
+            with on_host(network, host):
+                engine = engines.start(name, None, connector=unmounted(services[host - 1]))
+            running.append(stack.enter_context(engine))
         yield Machines((services[0], services[1]), (running[0], running[1]), addresses[0])
 
 

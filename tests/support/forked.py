@@ -18,6 +18,7 @@ from typing import IO, Any, Final
 IMPORT_S: Final = 200.0
 """Two engines' imports beside other tests; a fork takes milliseconds."""
 _SCRIPT: Final = Path(__file__).with_name("imported.py")
+_NETWORK: Final = "/proc/thread-self/ns/net"
 _LIMITS: Final = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
 
@@ -70,6 +71,7 @@ class Imported:
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(IMPORT_S)
         self._lock = threading.Lock()
+        self._network = os.stat(_NETWORK).st_ino
         with control:
             self._process = subprocess.Popen(
                 [python, "-P", str(_SCRIPT), str(control.fileno()), *modules],
@@ -97,7 +99,8 @@ class Imported:
         output: IO[bytes],
         pass_fds: Mapping[int, int] | None = None,
     ) -> Forked:
-        """Start a process that writes to `output`; `pass_fds`: numbers of its descriptors, and which these are here.
+        """Start a process that writes to `output`, on this thread's host (`network_hosts`); `pass_fds`: numbers of its
+        descriptors, and which these are here.
 
         Errors go there too, unless 2 is one of those.
         """
@@ -110,7 +113,11 @@ class Imported:
             "limits": [(kind, resource.getrlimit(kind)) for kind in _LIMITS],
             "descriptors": list(descriptors),
         }
-        return Forked(self.ask(message, list(descriptors.values())), self)
+        with open(_NETWORK, "rb") as network:
+            is_elsewhere = os.fstat(network.fileno()).st_ino != self._network
+            more = [network.fileno()] if is_elsewhere else []
+            message["network"] = is_elsewhere
+            return Forked(self.ask(message, [*descriptors.values(), *more]), self)
 
     def run(
         self, arguments: Sequence[str], *, environment: Mapping[str, str], work: Path, timeout_s: float

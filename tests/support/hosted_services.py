@@ -96,10 +96,7 @@ def hosted_services(folder: Path, network: Network, count: int) -> Iterator[list
         for number in range(1, count + 1):
             config = folder / f"{number}.toml"
             config.write_text(_configuration(network.address(number), directory.url, secret))
-            # With variables of its own it is started here, on its host, and not by a process that was before.
-            service = Service(
-                nvme="0", arguments=["--config", str(config)], environment={"KVFS_TEST_HOST": str(number)}
-            )
+            service = Service(nvme="0", arguments=["--config", str(config)])
             with network.within(number):
                 running.append(Host(network, number, stack.enter_context(service)))
         for host in running:

@@ -7,7 +7,8 @@ Reads messages from the socket of that descriptor: JSON, with the descriptors th
 output (errors go there as well, unless they have one), and further ones under the numbers that it expects:
 
     {"arguments": [script, ...] or ["-m", module, ...], "environment": {...}, "path": [...], "work": directory,
-     "limits": [[resource, [soft, hard]], ...], "descriptors": [number, ...]}    ->    the process's id
+     "limits": [[resource, [soft, hard]], ...], "descriptors": [number, ...],
+     "network": whether one more descriptor is that of its network}    ->    the process's id
     {"wait": id}    ->    the status of a process that has ended, as `os.waitpid` has it
 
 A forked process leads a group of processes and is a zombie until it is waited for, so that its id is nobody else's.
@@ -16,6 +17,7 @@ What multiprocessing would spawn there is forked too: vLLM spawns each server's 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -33,6 +35,7 @@ from typing import Any, Final, NoReturn
 
 MOST_BYTES = 1 << 18
 MOST_DESCRIPTORS = 8
+CLONE_NEWNET: Final = 0x40000000
 SPAWNED = "--multiprocessing-fork"
 """Of what multiprocessing starts, its own resource tracker is without it."""
 _spawn: Final = multiprocessing.util.spawnv_passfds
@@ -79,6 +82,10 @@ def be_spawned(arguments: Sequence[str], passed: Sequence[int]) -> NoReturn:
 def become(message: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """Be the process that a message describes, to its end."""
     os.setsid()
+    if message["network"]:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(descriptors.pop(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in tests that run in the background
     for own, wanted in zip(descriptors, message["descriptors"], strict=True):
         os.dup2(own, wanted, inheritable=True)

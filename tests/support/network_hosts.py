@@ -138,13 +138,24 @@ class Network:
 @contextmanager
 def network_or_skip(hosts: int) -> Iterator[Network]:
     """Make a network, or skip the test where the machine allows none."""
+    with network_if_allowed(hosts) as found:
+        if isinstance(found, str):
+            pytest.skip(f"no hosts in namespaces: {found}")
+        yield found
+
+
+@contextmanager
+def network_if_allowed(hosts: int) -> Iterator[Network | str]:
+    """Make a network, or say why the machine allows none."""
     with ExitStack() as stack:
+        found: Network | str
         try:
-            network = stack.enter_context(Network(hosts))
-        except (OSError, subprocess.CalledProcessError) as error:
-            said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
-            pytest.skip(f"no hosts in namespaces: {said}")
-        yield network
+            found = stack.enter_context(Network(hosts))
+        except OSError as error:
+            found = str(error)
+        except subprocess.CalledProcessError as error:
+            found = error.stderr.strip()
+        yield found
 
 
 def sockets_to(pid: int, address: str) -> int:
