@@ -33,7 +33,8 @@ from kvfs.errors import DeadlinePassed, InvalidRequest
 from kvfs.limits import CONNECTOR_MATCH_S
 from tests.support.collected import collect_at_close
 from tests.support.door import need_mount
-from tests.support.machines import free_port, write_secret
+from tests.support.machines import write_secret
+from tests.support.own_ports import own_port
 from tests.support.service import ROOT, Service
 from tests.support.small_store import checksums
 from tests.support.waits import WAIT_S, eventually
@@ -220,7 +221,7 @@ def test_a_link_knows_where_its_store_publishes_events(service: Service, tmp_pat
 @pytest.mark.mount
 def test_a_link_knows_where_other_machines_read_its_store(service: Service, tmp_path: Path) -> None:
     config, secret = tmp_path / "kvfs.toml", write_secret(tmp_path / "secret")
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{own_port()}"
     cluster = f"[cluster]\nlisten = '0.0.0.0:{address.partition(':')[2]}'\naddress = '{address}'\n"
     config.write_text(f"{cluster}secret_file = '{secret}'\n")
     with Service(mode="off", arguments=["--config", str(config)]) as served:

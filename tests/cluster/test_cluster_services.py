@@ -13,7 +13,8 @@ import pytest
 
 import kvfs
 from tests.support.directory_server import directory_server, needs_server
-from tests.support.machines import digest_of, free_port, payload_of, write_secret
+from tests.support.machines import digest_of, payload_of, write_secret
+from tests.support.own_ports import own_port
 from tests.support.service import Service, run_kvfs
 from tests.support.stores import NAMESPACE
 from tests.support.waits import WAIT_S
@@ -28,7 +29,7 @@ def services(tmp_path: Path) -> Iterator[list[Service]]:
     with directory_server(tmp_path) as server, ExitStack() as stack:
         running = []
         for number in (1, 2, 3):
-            address = f"127.0.0.{number}:{free_port(f'127.0.0.{number}')}"
+            address = f"127.0.0.{number}:{own_port()}"
             config = tmp_path / f"{number}.toml"
             config.write_text(
                 f"[cluster]\nlisten = '{address}'\nsecret_file = '{secret}'\n"

@@ -18,7 +18,8 @@ from tests.support.directory_server import (
     directory_server,
     needs_server,
 )
-from tests.support.machines import Machine, digest_of, free_port, machine, payload_of
+from tests.support.machines import Machine, digest_of, machine, payload_of
+from tests.support.own_ports import own_port
 from tests.support.waits import WAIT_S, until
 from tiers.cluster.membership import Membership
 from tiers.cluster.scripts import BEAT
@@ -167,7 +168,7 @@ async def test_a_machine_that_is_refused_reads_by_the_members_of_now(
     async with directed_machines(tmp_path, 1, server.url) as (first,):
         monkeypatch.setattr(limits, "MAX_CLUSTER_NODES", 1)
         digests = first.put(range(1, 9))
-        address = f"127.0.0.9:{free_port('127.0.0.9')}"
+        address = f"127.0.0.9:{own_port()}"
         async with machine(tmp_path / "late", listen=address, directory=server.url, match_wait_s=1.0) as late:
             await until(lambda: late.directory()["state"] == "refused")
             await until_located(late, digests, {first.address: 8})

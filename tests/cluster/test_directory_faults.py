@@ -27,7 +27,8 @@ from tests.support.directory_server import (
     needs_server,
     until_directory_knows,
 )
-from tests.support.machines import digest_of, free_port, machine, open_descriptors, payload_of, threads
+from tests.support.machines import digest_of, machine, open_descriptors, payload_of, threads
+from tests.support.own_ports import own_port
 from tests.support.seeds import SEED, rounds
 from tests.support.waits import WAIT_S, until
 
@@ -52,7 +53,7 @@ class Node:
 
     def __init__(self, folder: Path, number: int, url: str) -> None:
         host = f"127.0.0.{number + 1}"
-        self._folder, self._url, self._listen = folder / f"m{number}", url, f"{host}:{free_port(host)}"
+        self._folder, self._url, self._listen = folder / f"m{number}", url, f"{host}:{own_port()}"
         self.working = trio.Semaphore(TRAFFICS)
         """Whoever does something there has one."""
         self._stop, self._up = trio.Event(), trio.Event()

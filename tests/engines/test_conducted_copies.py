@@ -19,9 +19,9 @@ from tests.engines import tiny_gemma
 from tests.engines.engine import BLOCK_TOKENS, Engines, whole_blocks
 from tests.engines.test_conducted_engines import alone, ask
 from tests.engines.test_proxy import LOOK_S, START_S, proxy, vllm_server
-from tests.engines.test_vllm_events import free_port
 from tests.engines.test_vllm_peers import fetched_blocks, two_machines, unmounted
 from tests.support.door import ON_DIRECTORY
+from tests.support.own_ports import own_port
 from tests.support.waits import eventually
 
 pytestmark = [
@@ -44,12 +44,12 @@ def test_a_hot_prefix_is_there_with_its_windows_before_it_is_wanted(
 ) -> None:
     engines = Engines(engine_python, work / "copies")
     tiny_gemma.write_model(engines.work / "model")
-    door, events = f"127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
+    door, events = f"127.0.0.1:{own_port()}", f"tcp://127.0.0.1:{own_port()}"
     config = engines.work / "kvfs.toml"
     config.write_text(f'[conductor]\nlisten = "{door}"\nevents = "{events}"\ncopies = true\n')
     first, second = (
         f'conductor = "http://{door}"\nconductor_topic = "node-{n}"\n'
-        f'[events]\ntopic = "node-{n}"\npublish = "{events}"\nreplay = "tcp://*:{free_port()}"\n'
+        f'[events]\ntopic = "node-{n}"\npublish = "{events}"\nreplay = "tcp://*:{own_port()}"\n'
         for n in range(2)
     )
 

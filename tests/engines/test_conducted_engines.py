@@ -26,9 +26,9 @@ from tests.engines.test_proxy import LOOK_S, START_S, Server, proxy, vllm_server
 from tests.engines.test_proxy import ask as ask_streamed
 from tests.engines.test_proxy import cached as cached_of
 from tests.engines.test_vllm_connector import connector
-from tests.engines.test_vllm_events import free_port
 from tests.engines.tiny_llama import VOCABULARY
 from tests.support.door import ON_DIRECTORY, need_mount
+from tests.support.own_ports import own_port
 from tests.support.service import Service
 from tests.support.waits import eventually
 
@@ -103,7 +103,7 @@ class Stand:
 
 @pytest.fixture(scope="module")
 def stand(engines: Engines) -> Iterator[Stand]:
-    with conducted(engines, "conducted", 2, free_port(), "--max-model-len", str(MODEL_TOKENS)) as made:
+    with conducted(engines, "conducted", 2, own_port(), "--max-model-len", str(MODEL_TOKENS)) as made:
         yield made
 
 
@@ -113,10 +113,10 @@ def conducted(engines: Engines, name: str, count: int, port: int, *flags: str) -
     need_mount()
     shutil.copytree(engines.work / "model", engines.work / name)
     write_tokenizer(engines.work / name)
-    door, events = free_port(), f"tcp://127.0.0.1:{port}"
+    door, events = own_port(), f"tcp://127.0.0.1:{port}"
     config = engines.work / f"{name}.toml"
     config.write_text(
-        f'[events]\npublish = "{events}"\nreplay = "tcp://*:{free_port()}"\ntopic = "node"\n'
+        f'[events]\npublish = "{events}"\nreplay = "tcp://*:{own_port()}"\ntopic = "node"\n'
         f'[conductor]\nlisten = "127.0.0.1:{door}"\nevents = "{events}"\n'
     )
     with ExitStack() as stack:
@@ -150,7 +150,7 @@ def published(topic: str, events: str) -> str:
             "publisher": "zmq",
             "topic": topic,
             "endpoint": events,
-            "replay_endpoint": f"tcp://*:{free_port()}",
+            "replay_endpoint": f"tcp://*:{own_port()}",
         }
     )
 

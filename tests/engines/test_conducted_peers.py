@@ -20,10 +20,10 @@ from tests.engines.engine import BLOCK_TOKENS, Engines, whole_blocks
 from tests.engines.spoken_words import write_tokenizer
 from tests.engines.test_conducted_engines import alone, ask
 from tests.engines.test_proxy import LOOK_S, START_S, Server, proxy, vllm_server
-from tests.engines.test_vllm_events import free_port
 from tests.engines.test_vllm_peers import fetched_blocks, two_machines, unmounted
 from tests.engines.tiny_llama import VOCABULARY
 from tests.support.door import ON_DIRECTORY
+from tests.support.own_ports import own_port
 from tests.support.service import Service
 from tests.support.waits import eventually
 
@@ -48,8 +48,8 @@ class Stand(NamedTuple):
 def stand(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     shutil.copytree(engines.work / "model", engines.work / "peers")
     write_tokenizer(engines.work / "peers")
-    door, config = free_port(), engines.work / "peers.toml"
-    config.write_text(f'[conductor]\nlisten = "127.0.0.1:{door}"\nevents = "tcp://127.0.0.1:{free_port()}"\n')
+    door, config = own_port(), engines.work / "peers.toml"
+    config.write_text(f'[conductor]\nlisten = "127.0.0.1:{door}"\nevents = "tcp://127.0.0.1:{own_port()}"\n')
     with two_machines(tmp_path_factory.mktemp("peers")) as (services, _), ExitStack() as stack:
         servers = [
             stack.enter_context(vllm_server(engines, f"peers-{number}", unmounted(service), model="peers"))

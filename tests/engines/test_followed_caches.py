@@ -22,10 +22,10 @@ from kvfs.namespaces import Namespace
 from scheduler.conductor.values import CacheGroup
 from tests.engines import tiny_families, tiny_gemma, tiny_lfm2
 from tests.engines.engine import BLOCK_TOKENS, Engine, Engines
-from tests.engines.test_vllm_events import free_port
 from tests.engines.tiny_families import CHUNK, GEMMA_4, GEMMA_4_LARGE, LLAMA_4, MISTRAL
 from tests.engines.tiny_families import WINDOW as WINDOW_TOKENS
 from tests.scheduler.proxy.test_conductor_routes import process
+from tests.support.own_ports import own_port
 from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -101,7 +101,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def follower(tmp_path: Path, family: str) -> Iterator[Follower]:
-    events, replay = f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
+    events, replay = f"tcp://127.0.0.1:{own_port()}", f"tcp://127.0.0.1:{own_port()}"
     case = FAMILIES[family]
     namespace = Namespace.of_one_device(
         model="m",

@@ -27,10 +27,10 @@ from tests.engines.test_conducted_engines import ask
 from tests.engines.test_followed_caches import prompts
 from tests.engines.test_proxy import LOOK_S, START_S, Server, proxy, vllm_server
 from tests.engines.test_vllm_connector import connector
-from tests.engines.test_vllm_events import free_port
 from tests.engines.tiny_families import GEMMA_4, GEMMA_4_LARGE, LLAMA_4, MISTRAL
 from tests.support.conductors import NAMESPACE
 from tests.support.door import ON_DIRECTORY, need_mount
+from tests.support.own_ports import own_port
 from tests.support.service import Service, has_written
 from tests.support.waits import eventually
 
@@ -180,10 +180,10 @@ def followed(
     case, name = FAMILIES[request.param], request.param.replace(" ", "-")
     engines = Engines(engine_python, work / f"stored-{name}")
     case.write_model(engines.work / "model")
-    door, events = free_port(), f"tcp://127.0.0.1:{free_port()}"
+    door, events = own_port(), f"tcp://127.0.0.1:{own_port()}"
     config = engines.work / "kvfs.toml"
     config.write_text(
-        f'[events]\npublish = "{events}"\nreplay = "tcp://*:{free_port()}"\ntopic = "node"\n'
+        f'[events]\npublish = "{events}"\nreplay = "tcp://*:{own_port()}"\ntopic = "node"\n'
         f'[conductor]\nlisten = "127.0.0.1:{door}"\nevents = "{events}"\n'
     )
     with ExitStack() as stack:

@@ -25,10 +25,10 @@ import pytest
 from tests.engines.engine import MAX_TOKENS, Engines, Run, kill, vllm, whole_blocks
 from tests.engines.run_engine import ENVIRONMENT
 from tests.engines.test_vllm_connector import connector
-from tests.engines.test_vllm_events import free_port
 from tests.engines.tiny_llama import VOCABULARY
 from tests.support.door import ON_DIRECTORY
 from tests.support.forked import Forked
+from tests.support.own_ports import own_port
 from tests.support.service import ROOT, Service
 from tests.support.waits import eventually
 
@@ -94,7 +94,7 @@ def vllm_server(
 
     `model`: a directory that has a tokenizer too.
     """
-    port = free_port()
+    port = own_port()
     command = ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--model", str(engines.work / (model or "model"))]
     command += [] if model else ["--skip-tokenizer-init"]
@@ -118,6 +118,7 @@ def vllm_server(
 PROXY = f"""
 from kvfs import limits
 limits.HEALTH_TIMEOUT_S = limits.PROBE_WAIT_S = {START_S}
+from tests.support.own_ports import own_port
 from kvfs.cli.main import main
 main()
 """

@@ -24,9 +24,9 @@ from tests.engines.spoken_words import FIRST_WORD, SPACE, word, write_tokenizer
 from tests.engines.test_conducted_engines import published
 from tests.engines.test_proxy import LOOK_S, START_S, Server, proxy, vllm_server
 from tests.engines.test_vllm_connector import connector
-from tests.engines.test_vllm_events import free_port
 from tests.engines.tiny_llama import VOCABULARY
 from tests.support.door import ON_DIRECTORY
+from tests.support.own_ports import own_port
 from tests.support.service import Service
 from tests.support.waits import eventually
 
@@ -97,7 +97,7 @@ FRONTS = ["apart by load", "apart by a Conductor", "mixed by a Conductor"]
 @pytest.fixture(scope="module")
 def events() -> str:
     """Where the first server's events go: to the Conductor of the front that is there."""
-    return f"tcp://127.0.0.1:{free_port()}"
+    return f"tcp://127.0.0.1:{own_port()}"
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def front(
     first, second = (server.url for server in servers)
     is_mixed, by_load = request.param.startswith("mixed"), request.param.endswith("load")
     flags = ["--engine", first, "--engine", second] if is_mixed else ["--prefill", first, "--decode", second]
-    door = "" if by_load else f"127.0.0.1:{free_port()}"
+    door = "" if by_load else f"127.0.0.1:{own_port()}"
     if door:
         config = engines.work / "chats.toml"
         config.write_text(f'[conductor]\nlisten = "{door}"\nevents = "{events}"\n')

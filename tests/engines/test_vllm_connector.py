@@ -33,9 +33,9 @@ from tests.engines.engine import (
     whole_blocks,
 )
 from tests.engines.scripts import run_vllm_script, said_to_work
-from tests.engines.test_vllm_events import free_port
 from tests.engines.tiny_llama import HEAD_DIM, KV_HEADS, LAYERS, VOCABULARY
 from tests.support.door import ON_DIRECTORY
+from tests.support.own_ports import own_port
 from tests.support.service import Service, has_written
 from tests.support.waits import eventually
 
@@ -90,7 +90,7 @@ def index() -> EngineIndex:
 @pytest.fixture(scope="module")
 def events(index: EngineIndex) -> Iterator[dict[str, Any]]:
     """An engine's settings for events that a subscriber here follows."""
-    replay, stop, tokens = f"tcp://127.0.0.1:{free_port()}", trio.CancelScope(), queue.SimpleQueue[Any]()
+    replay, stop, tokens = f"tcp://127.0.0.1:{own_port()}", trio.CancelScope(), queue.SimpleQueue[Any]()
     with Subscriber(index, "tcp://127.0.0.1:*", replays={FILLER.topic: replay}) as subscriber:
 
         async def follow() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import msgspec
@@ -16,6 +15,7 @@ from kvfs.events.event_streams import Engine
 from kvfs.events.kv_events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, encode_batch
 from kvfs.events.sockets import Subscriber
 from tests.engines.scripts import fork_script
+from tests.support.own_ports import own_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -38,16 +38,10 @@ OURS = [
 ]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 async def test_vllm_reads_our_batches_and_we_follow_its_publisher(engine_python: str, work: Path) -> None:
     index, engine = EngineIndex(), Engine("vllm-0", 0)
     reply = work / "events.json"
-    replay = f"tcp://127.0.0.1:{free_port()}"
+    replay = f"tcp://127.0.0.1:{own_port()}"
     with Subscriber(index, "tcp://127.0.0.1:*", replays={engine.topic: replay}) as subscriber:
         request = {
             "payloads": [encode_batch(batch).hex() for batch in OURS],

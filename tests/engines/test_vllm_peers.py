@@ -22,8 +22,9 @@ from tests.engines.test_vllm_connector import connector
 from tests.engines.tiny_llama import VOCABULARY
 from tests.support.door import ON_DIRECTORY
 from tests.support.hosted_services import CLUSTER_PORT
-from tests.support.machines import free_port, write_secret
+from tests.support.machines import write_secret
 from tests.support.network_hosts import Network, network_if_allowed
+from tests.support.own_ports import own_port
 from tests.support.service import Service
 from tests.support.waits import WAIT_S, eventually
 
@@ -56,7 +57,7 @@ def two_machines(
 ) -> Iterator[tuple[list[Service], list[str]]]:
     """Run two services of one cluster, on the first hosts of a network where there is one; yield them, and their
     addresses for each other. `more`: what each one's settings go on with, from those of its cluster."""
-    addresses = [f"{host}:{free_port(host)}" for host in ("127.0.0.1", "127.0.0.2")]
+    addresses = [f"{host}:{own_port()}" for host in ("127.0.0.1", "127.0.0.2")]
     if network is not None:
         addresses = [f"{network.address(host)}:{CLUSTER_PORT}" for host in network.hosts]
     secret = write_secret(folder / "secret")

@@ -23,12 +23,12 @@ from tests.support.machines import (
     Machine,
     clustered,
     digest_of,
-    free_port,
     machine,
     machines,
     payload_of,
     write_secret,
 )
+from tests.support.own_ports import own_port
 from tests.support.rogue_peers import Proxy, serving
 from tests.support.stores import BOUND, NAMESPACE, draft_of
 from tests.support.waits import WAIT_S, until
@@ -118,7 +118,7 @@ async def test_another_holder_is_asked_where_one_fails_in_the_middle(
 
 async def test_a_peer_that_comes_back_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "REMOTE_BACKOFF_S", 0.01)
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{own_port()}"
     async with machine(tmp_path / "asker", peers=[address]) as asker:
         await until(lambda: asker.cluster.status()["failures"] >= 2)
         async with machine(tmp_path / "server", listen=address) as server:
@@ -145,7 +145,7 @@ async def served_from_nvme(
     tmp_path: Path, device: Device | None = None
 ) -> AsyncIterator[tuple[Machine, Machine]]:
     """A server with an NVMe tier, and a machine that asks it."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{own_port()}"
     secret = write_secret(tmp_path / "secret")
     device = device or thread_device()
     try:
@@ -248,7 +248,7 @@ async def test_what_only_the_own_cold_tier_has_comes_from_a_peer(
 ) -> None:
     for name, value_s in (("COLD_BACKOFF_S", 0.01), ("MAX_COLD_BACKOFF_S", 0.05), ("COLD_CHECK_S", 0.05)):
         monkeypatch.setattr(limits, name, value_s)
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{own_port()}"
     settings = ClusterSettings(
         peers=(address,),
         secret_file=write_secret(tmp_path / "secret"),
@@ -287,7 +287,7 @@ async def test_what_only_the_own_cold_tier_has_comes_from_a_peer(
 
 async def test_a_peer_that_closes_costs_no_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "REMOTE_BACKOFF_S", 0.01)
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{own_port()}"
     async with machine(tmp_path / "asker", peers=[address]) as asker:
         async with machine(tmp_path / "server", listen=address) as server:
             digests = server.put([1, 2])
@@ -301,7 +301,7 @@ async def test_a_machine_with_a_copied_data_directory_is_not_taken_for_this_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    addresses = [f"127.0.0.{number}:{free_port()}" for number in (1, 2)]
+    addresses = [f"127.0.0.{number}:{own_port()}" for number in (1, 2)]
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(machine(first, listen=addresses[0], peers=addresses))
         (second / "data").mkdir(parents=True)

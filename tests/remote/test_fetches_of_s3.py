@@ -13,7 +13,8 @@ import kvfs
 from kvfs.keys import block_name
 from kvfs.limits import MIB
 from tests.support.gateway import Gateway, fails, gateway
-from tests.support.machines import digest_of, free_port, payload_of, write_secret
+from tests.support.machines import digest_of, payload_of, write_secret
+from tests.support.own_ports import own_port
 from tests.support.service import Service
 from tests.support.stores import NAMESPACE
 from tests.support.waits import eventually
@@ -24,7 +25,7 @@ COUNT = 24
 @pytest.fixture(scope="module")
 def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """An endpoint of a machine that has none of the blocks; another one has them."""
-    base, address = tmp_path_factory.mktemp("machines"), f"127.0.0.1:{free_port()}"
+    base, address = tmp_path_factory.mktemp("machines"), f"127.0.0.1:{own_port()}"
     secret = f"secret_file = '{write_secret(base / 'secret')}'\nmatch_wait_s = 1\n"
     config = base / "other.toml"
     config.write_text(f"[cluster]\nlisten = '{address}'\n{secret}")

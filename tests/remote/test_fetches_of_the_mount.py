@@ -15,7 +15,8 @@ import pytest
 from kvfs.keys import block_name
 from kvfs.limits import MIB
 from tests.support.door import ON_DIRECTORY, TEST_MODES, need_mount
-from tests.support.machines import digest_of, free_port, payload_of, write_secret
+from tests.support.machines import digest_of, payload_of, write_secret
+from tests.support.own_ports import own_port
 from tests.support.peer_services import wait_for_peers
 from tests.support.posix import NOBODY, SOMEBODY, expect_errno, run_as, start_child, wait_child
 from tests.support.service import STOP_WAIT_S, Service, run_kvfs
@@ -62,7 +63,7 @@ def machines(
     """Run both, with a bucket for blocks on each, and put COUNT blocks into the first one's."""
     need_mount()
     base.mkdir(exist_ok=True)
-    address = f"127.0.0.1:{(port := free_port())}"
+    address = f"127.0.0.1:{(port := own_port())}"
     secret = f"secret_file = '{write_secret(base / 'secret')}'\nmatch_wait_s = {wait_s}\n"
     (base / "other.toml").write_text(f"[cluster]\nlisten = '{address}'\n{secret}")
     (base / "here.toml").write_text(f"[cluster]\npeers = ['{address}']\n{secret}{more}\n")
@@ -238,7 +239,7 @@ def test_nothing_is_made_below_the_directories_that_are_shown(both: Machines) ->
 @pytest.mark.parametrize("mode", TEST_MODES)
 def test_two_mounts_find_each_other_s_blocks(mode: str, tmp_path: Path) -> None:
     need_mount()
-    addresses = [f"{host}:{free_port(host)}" for host in ("127.0.0.1", "127.0.0.2")]
+    addresses = [f"{host}:{own_port()}" for host in ("127.0.0.1", "127.0.0.2")]
     secret = write_secret(tmp_path / "secret")
     with ExitStack() as stack:
         services = []

@@ -8,7 +8,8 @@ import pytest
 import trio
 
 from kvfs import limits
-from tests.support.machines import free_port, machine, machines, payload_of
+from tests.support.machines import machine, machines, payload_of
+from tests.support.own_ports import own_port
 from tests.support.rogue_peers import (
     ITEM,
     MATCH,
@@ -40,7 +41,7 @@ async def test_the_server_ends_what_blocks_were_read_over_and_keeps_what_asks_wh
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "REMOTE_SERVED_IDLE_S", 0.01)
-    async with machine(tmp_path / "server", listen=f"127.0.0.1:{free_port()}") as server:
+    async with machine(tmp_path / "server", listen=f"127.0.0.1:{own_port()}") as server:
         [digest] = server.put([1])
         namespace = server.bucket.namespace or b""
         match = REQUEST.pack(REQUEST_MAGIC, MATCH, 0, 1, 1000, 1, namespace) + digest

@@ -10,7 +10,8 @@ import pytest
 import trio
 
 from kvfs import limits
-from tests.support.machines import Machine, digest_of, free_port, machine, open_descriptors
+from tests.support.machines import Machine, digest_of, machine, open_descriptors
+from tests.support.own_ports import own_port
 from tests.support.rogue_peers import ask, receive, send_last, serving, welcome
 from tests.support.stores import NAMESPACE
 from tests.support.waits import until
@@ -22,7 +23,7 @@ from tiers.transfers.other_machines import BROUGHT, MISSING, THERE, Cause, Pulle
 @asynccontextmanager
 async def asked(tmp_path: Path, *peers: str) -> AsyncIterator[tuple[Machine, trio.SocketStream]]:
     """Run a machine, with a connection for pulls to it."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{own_port()}"
     async with machine(tmp_path / "asked", listen=address, peers=peers) as running:
         stream, last = await ask(address, purpose=PULLS)
         assert len(last) == WELCOME_BYTES
@@ -56,7 +57,7 @@ async def test_a_machine_that_cannot_be_read_from_now_may_be_in_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "REMOTE_BACKOFF_S", limits.MAX_REMOTE_BACKOFF_S)
-    down = f"127.0.0.1:{free_port()}"
+    down = f"127.0.0.1:{own_port()}"
     async with asked(tmp_path, down) as (running, stream):
         await until(lambda: running.cluster.status()["peers_up"] == 0)
         paused = await answer(stream, pull_of(1, address=down))
@@ -111,7 +112,7 @@ async def test_connections_for_pulls_have_a_bound(tmp_path: Path, monkeypatch: p
 
 
 async def test_what_came_is_told_from_what_was_there(tmp_path: Path) -> None:
-    addresses = [f"{host}:{free_port(host)}" for host in ("127.0.0.2", "127.0.0.3")]
+    addresses = [f"{host}:{own_port()}" for host in ("127.0.0.2", "127.0.0.3")]
     async with (
         machine(tmp_path / "from", listen=addresses[0]) as source,
         machine(tmp_path / "to", listen=addresses[1], peers=addresses[:1]) as running,

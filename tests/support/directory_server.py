@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.support.machines import Machine, digest_of, free_port, machine
+from tests.support.machines import Machine, digest_of, machine
+from tests.support.own_ports import own_port
 from tests.support.waits import WAIT_S, until
 from tiers.cluster.redis_server import RedisServer
 
@@ -32,7 +33,7 @@ class DirectoryServer:
     """Runs the server on one port, which it keeps over its ends."""
 
     def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
-        self._folder, self._host, self.port = folder, host, free_port(host)
+        self._folder, self._host, self.port = folder, host, own_port()
         self.url = f"redis://{host}:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -145,7 +146,7 @@ async def directed_machines(
         running = []
         for number in range(count):
             host = f"127.0.0.{number + 1}"
-            listen = f"{host}:{free_port(host)}"
+            listen = f"{host}:{own_port()}"
             running.append(
                 await stack.enter_async_context(
                     machine(folder / f"m{number}", listen=listen, directory=url, match_wait_s=match_wait_s)

@@ -105,7 +105,7 @@ class Imported:
         Errors go there too, unless 2 is one of those.
         """
         descriptors = {1: output.fileno(), **(pass_fds or {})}
-        message = {
+        message: dict[str, Any] = {
             "arguments": list(arguments),
             "environment": dict(environment),
             "path": list(path),

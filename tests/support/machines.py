@@ -7,7 +7,6 @@ connections, threads. Concurrency: one trio thread runs all machines; their nati
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,6 +21,7 @@ from kvfs import limits
 from kvfs.config.settings import ClusterSettings
 from kvfs.errors import NotFound
 from tests.support.certificates import ClusterTls
+from tests.support.own_ports import own_port
 from tests.support.stores import BOUND, NAMESPACE, draft_of, read, small_store
 from tests.support.waits import until
 from tiers.cluster.directory import Directory
@@ -33,13 +33,6 @@ from tiers.remote.peer import Opener, open_tcp
 from tiers.store.store import Store
 
 SECRET = b"a secret of the tests, 32 bytes or more"
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def digest_of(number: int) -> bytes:
@@ -168,7 +161,7 @@ async def machines(
 ) -> AsyncIterator[list[Machine]]:
     """Run machines that all know each other, themselves included."""
     addresses = [f"127.0.0.{number + 1}" for number in range(count)]
-    addresses = [f"{host}:{free_port(host)}" for host in addresses]
+    addresses = [f"{host}:{own_port()}" for host in addresses]
     async with AsyncExitStack() as stack:
         running = [
             await stack.enter_async_context(
@@ -184,7 +177,7 @@ async def machines(
 @asynccontextmanager
 async def onto_nvme(tmp_path: Path, **bucket: bool) -> AsyncIterator[tuple[Machine, Machine]]:
     """Run two machines, of which the second one has an NVMe tier, and a bucket as said."""
-    addresses = [f"{host}:{free_port(host)}" for host in ("127.0.0.1", "127.0.0.2")]
+    addresses = [f"{host}:{own_port()}" for host in ("127.0.0.1", "127.0.0.2")]
     secret, device = write_secret(tmp_path / "secret"), thread_device()
     options = StoreOptions(
         tmp_path / "to",

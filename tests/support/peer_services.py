@@ -11,7 +11,8 @@ from typing import Any
 import kvfs
 from kvfs import limits
 from tests.support.certificates import ClusterTls
-from tests.support.machines import digest_of, free_port, payload_of, write_secret
+from tests.support.machines import digest_of, payload_of, write_secret
+from tests.support.own_ports import own_port
 from tests.support.service import Service
 
 
@@ -27,7 +28,7 @@ def peer_services(
     """Run services that know each other, themselves included, by their settings or by a directory. `module`: what is
     run."""
     addresses = [f"127.0.0.{number}" for number in range(1, count + 1)]
-    addresses = [f"{host}:{free_port(host)}" for host in addresses]
+    addresses = [f"{host}:{own_port()}" for host in addresses]
     secret = write_secret(folder / "secret")
     files = f"transport = '{transport}'\n"
     files += "" if tls is None else "".join(f"{name} = '{path}'\n" for name, path in tls._asdict().items())

@@ -16,7 +16,8 @@ from kvfs import limits
 from kvfs.config.settings import ClusterSettings
 from kvfs.keys import block_name
 from kvfs.namespaces import Namespace
-from tests.support.machines import Machine, digest_of, free_port, machine, machines, onto_nvme, payload_of
+from tests.support.machines import Machine, digest_of, machine, machines, onto_nvme, payload_of
+from tests.support.own_ports import own_port
 from tests.support.rogue_peers import receive, serving, welcome
 from tests.support.seeds import rounds
 from tests.support.stores import BOUND, NAMESPACE, draft_of, put
@@ -189,7 +190,7 @@ async def test_blocks_that_go_again_as_fast_as_they_come_end_the_drain(
 @asynccontextmanager
 async def beside(tmp_path: Path, rogue: str) -> AsyncIterator[tuple[Machine, Machine]]:
     """Run two machines, of which the first one has a rogue as its first peer."""
-    addresses = [f"{host}:{free_port(host)}" for host in ("127.0.0.2", "127.0.0.3")]
+    addresses = [f"{host}:{own_port()}" for host in ("127.0.0.2", "127.0.0.3")]
     async with (
         machine(tmp_path / "1", listen=addresses[1], peers=addresses) as second,
         machine(tmp_path / "0", listen=addresses[0], peers=[rogue, *addresses]) as first,
