@@ -25,6 +25,15 @@ app = typer.Typer(
     no_args_is_help=True, help="Show the machines that blocks are read from, and bring blocks to them."
 )
 
+To = Annotated[
+    str, typer.Option("--to", metavar="HOST:PORT", help="A peer, as `kvfs cluster status` names it.")
+]
+OfBucket = Annotated[
+    str | None, typer.Option("--bucket", metavar="NAME", help="Only the blocks of this bucket here.")
+]
+OfNamespace = Annotated[
+    str | None, typer.Option("--namespace", metavar="HEX", help="Only the blocks of this namespace.")
+]
 Wait = Annotated[
     bool,
     typer.Option(
@@ -57,21 +66,21 @@ def tasks(at: At = None, as_json: Json = False) -> None:
 
 @app.command("copy")
 def copy(
-    to: Annotated[
-        str, typer.Option("--to", metavar="HOST:PORT", help="A peer, as `kvfs cluster status` names it.")
-    ],
-    bucket: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only the blocks of this bucket here.")
-    ] = None,
-    namespace: Annotated[
-        str | None, typer.Option(metavar="HEX", help="Only the blocks of this namespace.")
-    ] = None,
-    wait: Wait = True,
-    at: At = None,
+    to: To, bucket: OfBucket = None, namespace: OfNamespace = None, wait: Wait = True, at: At = None
 ) -> None:
     """Copy the blocks of namespaces that are bound to buckets here to another machine."""
     with connected(at) as client:
         begun = client.copy_blocks(to, bucket=bucket, namespace=_digest(namespace))
+        _show(client, begun, wait=wait)
+
+
+@app.command("move")
+def move(
+    to: To, bucket: OfBucket = None, namespace: OfNamespace = None, wait: Wait = True, at: At = None
+) -> None:
+    """Copy blocks of caches to another machine, and remove here what that one has then."""
+    with connected(at) as client:
+        begun = client.move_blocks(to, bucket=bucket, namespace=_digest(namespace))
         _show(client, begun, wait=wait)
 
 
@@ -84,10 +93,10 @@ def drain(wait: Wait = True, at: At = None) -> None:
 
 @app.command("cancel")
 def cancel(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="copy or drain")],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="copy, move or drain")],
     at: At = None,
 ) -> None:
-    """Cancel a task under way; what it has brought to other machines stays there."""
+    """Cancel a task under way; what it has brought stays there, and what a move has removed is not here again."""
     with connected(at) as client:
         _print_line(client.cancel_task(kind) | {"state": "is cancelled"})
 

@@ -61,10 +61,11 @@ def tasks_page(tasks: Sequence[Mapping[str, Any]]) -> None:
 def task_line(task: Mapping[str, Any]) -> str:
     """Say in one line how far a task is, or how it ended."""
     to = f" to {task['to']}" if task["to"] else ""
+    removed = f", {task['removed_blocks']} removed here" if task.get("removed_blocks") else ""
     line = (
         f"{task['name']} {task['number']}{to} {task['state']}: {task['blocks']} of {task['of_blocks']} blocks, "
         f"{format_size(task['bytes'])} of {format_size(task['of_bytes'])}, {task['failed_blocks']} failed, "
-        f"{format_size(task['bytes_s'])} a second"
+        f"{format_size(task['bytes_s'])} a second{removed}"
     )
     return f"{line}; {task['said']}" if task["said"] else line
 

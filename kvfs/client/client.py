@@ -104,9 +104,21 @@ class Client:
         Returns its description, which `status` has too. Raises NotPermitted unless the caller is the service's own user
         or root, InvalidRequest, Busy, Unsupported.
         """
+        return self._begin_task(Op.CLUSTER_COPY, to, bucket, namespace)
+
+    def move_blocks(
+        self, to: str, *, bucket: str | None = None, namespace: bytes | None = None
+    ) -> dict[str, Any]:
+        """Begin a task that copies blocks of caches to another machine, and removes here what that one has then.
+
+        Returns and raises as `copy_blocks`.
+        """
+        return self._begin_task(Op.CLUSTER_MOVE, to, bucket, namespace)
+
+    def _begin_task(self, op: Op, to: str, bucket: str | None, namespace: bytes | None) -> dict[str, Any]:
         chosen = {"bucket": bucket, "namespace": None if namespace is None else namespace.hex()}
         given = {key: value for key, value in chosen.items() if value is not None}
-        return self._exchange.control(Op.CLUSTER_COPY, to=to, **given)
+        return self._exchange.control(op, to=to, **given)
 
     def drain(self) -> dict[str, Any]:
         """Begin a task that brings the blocks that this machine alone has to others; return its description.
@@ -116,7 +128,7 @@ class Client:
         return self._exchange.control(Op.CLUSTER_DRAIN)
 
     def cancel_task(self, kind: str) -> dict[str, Any]:
-        """Cancel the task of this kind ("copy", "drain"). Raises NotFound where none is under way, NotPermitted."""
+        """Cancel the task of this kind ("copy", "move", "drain"). Raises NotPermitted, NotFound where none runs."""
         return self._exchange.control(Op.CLUSTER_CANCEL, kind=kind)
 
     def buckets(self) -> list[Bucket]:

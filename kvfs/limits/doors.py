@@ -213,6 +213,8 @@ DRAIN_WALKS: Final = 8
 """Walks through all blocks of a drain, until one finds nothing alone: each brings what came or went in the last one."""
 DRAIN_PARENTS: Final = 1 << 16
 """Blocks of which a drain remembers where they went, so that those behind them go there, too."""
+MOVE_REMOVALS: Final = 16
+"""Blocks that a move removes before others have their turn: some 50 us each with an NVMe tier."""
 TASK_LOOKS: Final = 256
 """Blocks of the store that a task looks at before others have their turn."""
 TASK_FOLLOW_S: Final = 0.25

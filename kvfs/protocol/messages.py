@@ -73,6 +73,7 @@ class Op(IntEnum):
     CLUSTER_COPY = 66
     CLUSTER_CANCEL = 67
     CLUSTER_DRAIN = 68
+    CLUSTER_MOVE = 69
 
 
 DIGEST_OPS: Final = frozenset(

@@ -52,6 +52,9 @@ def check(index: BlockIndex, model: Model) -> None:
         descendants = index.descendants(key)
         assert len(descendants) == len(set(descendants))
         assert set(descendants) == model.descendants(key)
+        assert index.children(key) == sum(
+            each != key and block[6] == key for each, block in model.blocks.items()
+        )
         for at, each in enumerate(descendants):  # a block behind its parent
             parent = model.blocks[each][6]
             assert parent == key or parent in descendants[:at]

@@ -8,7 +8,7 @@ import pytest
 
 from kvfs import limits
 from kvfs.cli.status_page import tasks_page
-from tiers.transfers.progress import Progress
+from tiers.transfers.progress import Progress, State
 
 
 def test_reasons_are_few_and_short_and_all_blocks_count() -> None:
@@ -27,6 +27,13 @@ def test_a_reason_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     progress.fail("it is neither of [cluster] peers nor a member", 2)
     tasks_page([progress.status()])
     assert "2 blocks: it is neither of [cluster] peers nor a member\n" in capsys.readouterr().out
+
+
+def test_what_a_move_has_removed_is_shown_however_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("move", "127.0.0.1:1", removed_blocks=3, clock=lambda: 0.0)
+    progress.end(State.CANCELLED, "cancelled")
+    tasks_page([progress.status()])
+    assert ", 3 removed here; cancelled\n" in capsys.readouterr().out
 
 
 def test_the_rate_is_of_what_was_brought() -> None:

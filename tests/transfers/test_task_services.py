@@ -55,6 +55,18 @@ def test_a_copy_is_followed_to_its_end(services: list[Service]) -> None:
     assert "kvfs_cluster_pulled_blocks_total 100.0" in metrics
 
 
+def test_a_move_takes_what_has_arrived_from_here(services: list[Service]) -> None:
+    first, second = services
+    digests, address = prepared(first, second)
+    done = run_kvfs("cluster", "move", "--to", address, "--bucket", bucket_of(first), "--at", str(first.data))
+    assert done.returncode == 0, done.stderr
+    assert "100 blocks went from here; 0 stay, of which 0 are not there" in " ".join(done.stdout.split())
+    with kvfs.connect(first.data) as client, client.blocks(NAMESPACE) as blocks:
+        assert blocks.match(digests) == 0
+    first.kill()
+    assert have(second, digests, NAMESPACE, SIZE_BYTES)
+
+
 def test_a_machine_that_is_killed_in_the_middle_is_named_and_tasks_are_shown(services: list[Service]) -> None:
     first, second = services
     _, address = prepared(first, second)
@@ -154,6 +166,8 @@ def test_only_root_and_the_services_user_begin_and_cancel_tasks(services: list[S
         with kvfs.connect(first.data) as client:
             with pytest.raises(kvfs.NotPermitted, match="copy blocks to other machines"):
                 client.copy_blocks(address)
+            with pytest.raises(kvfs.NotPermitted, match="move blocks to other machines"):
+                client.move_blocks(address)
             with pytest.raises(kvfs.NotPermitted, match="drain the machine"):
                 client.drain()
             with pytest.raises(kvfs.NotPermitted, match="cancel tasks"):
@@ -176,6 +190,8 @@ def test_what_cannot_be_copied_is_refused_with_its_name(services: list[Service])
             client.copy_blocks(address, bucket="plain", namespace=bytes(16))
         with pytest.raises(kvfs.BucketNotFound):
             client.copy_blocks(address, bucket="none")
+        with pytest.raises(kvfs.InvalidRequest, match="no blocks to move"):
+            client.move_blocks(address, bucket="plain")
         assert client.copy_blocks(address, namespace=NAMESPACE.digest)["of_blocks"] in (0, 1)
     assert (
         run_kvfs("cluster", "copy", "--to", address, "--namespace", "x", "--at", str(first.data)).returncode

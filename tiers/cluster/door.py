@@ -38,6 +38,9 @@ class RunningCluster(Protocol):
         """Begin to copy the blocks of buckets to another machine; describe the task. Raises InvalidRequest, Busy,
         Unsupported."""
 
+    async def move(self, to: str, buckets: Sequence[Bucket]) -> dict[str, Any]:
+        """Begin to move the blocks of caches among buckets to another machine; describe the task. Raises as `copy`."""
+
     async def drain(self) -> dict[str, Any]:
         """Begin to bring what this machine alone has to others; describe the task. Raises Busy, Unsupported."""
 

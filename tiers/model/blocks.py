@@ -47,10 +47,11 @@ class BlockCatalog:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self.index
 
-    def digests(self) -> Iterator[bytes]:
-        """Yield all prefix hashes, in the order of their seals."""
+    def digests(self, *, newest_first: bool = False) -> Iterator[bytes]:
+        """Yield all prefix hashes, in the order of their seals or in the reverse."""
         keys = self.index.keys()
-        return (bytes(keys[at : at + 16]) for at in range(0, len(keys), 16))
+        places = range(0, len(keys), 16)
+        return (bytes(keys[at : at + 16]) for at in (reversed(places) if newest_first else places))
 
     def get(self, digest: bytes) -> Block | None:
         """Return a block's attributes; None where it is not sealed here."""
@@ -102,6 +103,10 @@ class BlockCatalog:
             del self._numbers[bucket], self._names[number]
             self.index.close_bucket(number)
         return Block(bucket, *fields[1:])
+
+    def children(self, digest: bytes) -> int:
+        """Count the other blocks, of whatever bucket, that have this one as their parent."""
+        return self.index.children(digest)
 
     def descendants(self, digest: bytes) -> list[bytes]:
         """List the blocks that are of no use without this one, parents first."""

@@ -28,6 +28,7 @@ from tiers.remote.serving import Serving, listen
 from tiers.store.store import Store
 from tiers.transfers.copying import Copy
 from tiers.transfers.draining import Drain
+from tiers.transfers.moving import Move
 from tiers.transfers.progress import Progress
 from tiers.transfers.tasks import Tasks
 
@@ -58,7 +59,7 @@ class Cluster:
         """Machines that the directory named and the settings do not, by address: linked when they are asked."""
         self._fetcher = Fetcher(store, self.peers, settings.match_wait_s)
         self._orders, self._has_conductor = OrderPoller(settings, store, self), bool(settings.conductor)
-        pulls = Pulls(store, self._fetcher, self._peer_at, lambda: self.is_draining)
+        pulls = Pulls(store, self._fetcher, self._peer_at, lambda: self.refusal)
         self._serving = None if settings.listen is None else Serving(store, own, pulls, fabric)
         self._tasks = Tasks()
 
@@ -110,12 +111,24 @@ class Cluster:
     async def copy(self, to: str, buckets: Sequence[Bucket]) -> dict[str, Any]:
         """Begin to copy the blocks of these buckets to another machine; describe the task. Raises InvalidRequest, Busy,
         Unsupported of a machine that nobody can read from."""
+        progress = Progress("copy", to)
+        return self._tasks.begin(progress, Copy(self._store, self._target(to), buckets, progress).run)
+
+    async def move(self, to: str, buckets: Sequence[Bucket]) -> dict[str, Any]:
+        """Begin to move the blocks of those of these buckets that are caches to another machine; describe the task.
+        Raises as `copy`, and InvalidRequest where none is."""
+        caches = [each for each in buckets if not each.durable]
+        if not caches:
+            raise InvalidRequest("such buckets here are durable, and their blocks never move")
+        progress = Progress("move", to)
+        return self._tasks.begin(progress, Move(self._store, self._target(to), caches, progress).run)
+
+    def _target(self, to: str) -> PullLink:
+        """Return a connection, still to be opened, to the machine that a task names. Raises as `copy`."""
         peer = self._hinted(to, "to")
         if peer.is_self:
             raise InvalidRequest(f"to {to!r} is this machine")
-        target = PullLink(peer, self._need_address())
-        progress = Progress("copy", to)
-        return self._tasks.begin(progress, Copy(self._store, target, buckets, progress).run)
+        return PullLink(peer, self._need_address())
 
     async def drain(self) -> dict[str, Any]:
         """Begin to bring what this machine alone has to others; describe the task. Raises Busy, Unsupported."""
@@ -127,6 +140,13 @@ class Cluster:
     def is_draining(self) -> bool:
         """Return whether nothing is to be brought here."""
         return self._tasks.is_running("drain")
+
+    @property
+    def refusal(self) -> str:
+        """Return why this machine fetches nothing that others name; empty where it does."""
+        if self.is_draining:
+            return "it drains itself, and takes no blocks"
+        return "it moves blocks to another machine, and takes none" if self._tasks.is_running("move") else ""
 
     @property
     def has_directory(self) -> bool:

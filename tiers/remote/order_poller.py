@@ -54,8 +54,8 @@ class FetchesBlocks(Protocol):
         """Fetch blocks that are not here; return how many are here then. Raises InvalidRequest of an unknown hint."""
 
     @property
-    def is_draining(self) -> bool:
-        """Return whether nothing is to be brought here."""
+    def refusal(self) -> str:
+        """Return why this machine fetches nothing that others name; empty where it does."""
 
 
 class OrderPoller:
@@ -92,8 +92,9 @@ class OrderPoller:
             await trio.sleep(wait_s * random.uniform(0.75, 1.25))
 
     async def look(self) -> bool:
-        """Ask once, unless this machine drains, and carry out what is to be done; return whether that is answered."""
-        if self._cluster.is_draining:
+        """Ask once, unless this machine takes nothing now, and carry out what is to be done; return whether that is
+        answered."""
+        if self._cluster.refusal:
             return True
         try:
             found = await self._ask()

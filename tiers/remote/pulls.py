@@ -50,12 +50,10 @@ PeerAt = Callable[[str, bytes], Peer]
 class Pulls:
     """Carries out what other machines ask for."""
 
-    def __init__(
-        self, store: Store, fetcher: Fetcher, peer_at: PeerAt, is_draining: Callable[[], bool]
-    ) -> None:
-        """`is_draining` says whether this machine brings its own blocks elsewhere, and takes none."""
+    def __init__(self, store: Store, fetcher: Fetcher, peer_at: PeerAt, refusal: Callable[[], str]) -> None:
+        """`refusal` says why this machine takes no blocks now; it is empty where it does."""
         self._store, self._fetcher, self._peer_at = store, fetcher, peer_at
-        self._is_draining = is_draining
+        self._refusal = refusal
         self._turns = trio.CapacityLimiter(limits.REMOTE_PULLS)
         self._connections = 0
         self._counts: Counter[str] = Counter()
@@ -94,13 +92,15 @@ class Pulls:
 
     async def _pulled(self, pull: Pull, store_id: bytes) -> Pulled:
         nothing = bytes([MISSING]) * len(pull.digests)
-        if self._is_draining():
-            return Pulled(nothing, Cause.REFUSED, "it drains itself, and takes no blocks")
+        if refusal := self._refusal():
+            return Pulled(nothing, Cause.REFUSED, refusal)
         bound = [each for each in self._store.catalog.buckets() if each.namespace == pull.namespace]
         if not bound:
             return Pulled(
                 nothing, Cause.NAMESPACE, f"no bucket there is bound to namespace {pull.namespace.hex()}"
             )
+        for digest in pull.digests:
+            await self._store.verifier.verify(digest)  # who hears that it is here may remove his own
         names = {each.name for each in bound}
         here = {digest: self._has(names, digest) for digest in pull.digests}
         statuses = bytes(THERE if here[digest] else MISSING for digest in pull.digests)

@@ -39,10 +39,22 @@ async def _match_cluster(service: Service, session: Session, arguments: Argument
 
 
 async def _copy(service: Service, session: Session, arguments: Arguments) -> dict[str, Any]:
+    to, bound = _chosen(session, arguments, "copy")
+    return await service.cluster.copy(to, bound)
+
+
+async def _move(service: Service, session: Session, arguments: Arguments) -> dict[str, Any]:
+    to, bound = _chosen(session, arguments, "move")
+    return await service.cluster.move(to, bound)
+
+
+def _chosen(session: Session, arguments: Arguments, verb: str) -> tuple[str, list[Bucket]]:
+    """Take a machine's address, and the buckets whose blocks are to go there. Raises NotPermitted, InvalidRequest,
+    BucketNotFound."""
     to, bucket = text(arguments.text("to")), arguments.text("bucket", "")
     namespace = arguments.hex("namespace", DIGEST_BYTES) if arguments.has("namespace") else None
     arguments.done()
-    session.access.need_privilege("copy blocks to other machines")
+    session.access.need_privilege(f"{verb} blocks to other machines")
     if bucket and namespace is not None:
         raise InvalidRequest("give a bucket or a namespace, not both")
     bound = [each for each in session.store.buckets() if each.namespace is not None]
@@ -51,8 +63,8 @@ async def _copy(service: Service, session: Session, arguments: Arguments) -> dic
     elif namespace is not None:
         bound = [each for each in bound if each.namespace == namespace.to_bytes(DIGEST_BYTES, "big")]
     if not bound:
-        raise InvalidRequest("no such bucket here is bound to a namespace: there are no blocks to copy")
-    return await service.cluster.copy(to, bound)
+        raise InvalidRequest(f"no such bucket here is bound to a namespace: there are no blocks to {verb}")
+    return to, bound
 
 
 async def _drain(service: Service, session: Session, arguments: Arguments) -> dict[str, Any]:
@@ -87,4 +99,5 @@ CLUSTER_OPERATIONS: dict[Op, Callable[[Service, Session, Arguments], Awaitable[d
     Op.CLUSTER_COPY: _copy,
     Op.CLUSTER_CANCEL: _cancel,
     Op.CLUSTER_DRAIN: _drain,
+    Op.CLUSTER_MOVE: _move,
 }

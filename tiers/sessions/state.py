@@ -61,6 +61,9 @@ class RemoteBlocks(Protocol):
         """Begin to copy the blocks of buckets to another machine; describe the task. Raises InvalidRequest, Busy,
         Unsupported."""
 
+    async def move(self, to: str, buckets: Sequence[Bucket]) -> dict[str, Any]:
+        """Begin to move the blocks of caches among buckets to another machine; describe the task. Raises as `copy`."""
+
     async def drain(self) -> dict[str, Any]:
         """Begin to bring what this machine alone has to others; describe the task. Raises Busy, Unsupported."""
 
@@ -80,6 +83,9 @@ class NoCluster:
         raise Unsupported("this service has no [cluster]")
 
     async def copy(self, to: str, buckets: Sequence[Bucket]) -> dict[str, Any]:
+        raise Unsupported("this service has no [cluster]")
+
+    async def move(self, to: str, buckets: Sequence[Bucket]) -> dict[str, Any]:
         raise Unsupported("this service has no [cluster]")
 
     async def drain(self) -> dict[str, Any]:

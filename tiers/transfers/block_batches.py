@@ -1,9 +1,9 @@
 """The blocks of a store in batches for one pull each, parents before children.
 
-Responsibility: walk the blocks that other machines can be given, and gather them by where they go.
+Responsibility: walk all blocks, or those that other machines can be given, and gather them by where they go.
 
-Invariants: the walk goes in the order of the seals, and keeps a hash of 16 bytes for each block; what goes meanwhile is
-passed over. A batch has limits.PULL_BLOCKS blocks and limits.PULL_BYTES at most, or one larger block.
+Invariants: a walk goes in the order of the seals, or back, and keeps a hash of 16 bytes for each block; what goes
+meanwhile is passed over. A batch has limits.PULL_BLOCKS blocks and limits.PULL_BYTES at most, or one larger block.
 
 Concurrency: the service's trio thread.
 """
@@ -82,14 +82,16 @@ def is_served(store: Store, digest: bytes) -> bool:
 
 
 def walk(store: Store, buckets: Collection[bytes]) -> Iterator[list[Found]]:
-    """Yield the blocks of these buckets, a list for each limits.TASK_LOOKS that were looked at: it may be empty."""
+    """Yield the blocks of these buckets that other machines can be given, as `look` does."""
+    for some in look(store):
+        yield [each for each in some if each.bucket in buckets and is_served(store, each.digest)]
+
+
+def look(store: Store, *, newest_first: bool = False) -> Iterator[list[Found]]:
+    """Yield all blocks, a list for each limits.TASK_LOOKS that were looked at: it may be empty."""
     catalog = store.catalog
     catalog.native_seals.catch_up()
-    digests = catalog.blocks.digests()
+    digests = catalog.blocks.digests(newest_first=newest_first)
     while some := list(islice(digests, limits.TASK_LOOKS)):
-        found = []
-        for digest in some:
-            block = catalog.blocks.get(digest)
-            if block is not None and block.bucket in buckets and is_served(store, digest):
-                found.append(Found(digest, block.bucket, block.size_bytes, block.parent))
-        yield found
+        blocks = zip(some, map(catalog.blocks.get, some), strict=True)
+        yield [Found(digest, b.bucket, b.size_bytes, b.parent) for digest, b in blocks if b is not None]

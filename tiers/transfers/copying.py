@@ -30,23 +30,28 @@ class Copy:
 
     async def run(self) -> str:
         """Copy; return the result. Raises KvfsError where the machine takes nothing any more."""
+        try:
+            await self.bring_all()
+        finally:
+            self._target.close()
+        progress = self._progress
+        return f"{progress.blocks} blocks are there, {progress.there_blocks} of them were before"
+
+    async def bring_all(self) -> None:
+        """Have the machine fetch what it has not. Raises KvfsError where it takes nothing any more."""
         progress, blocks = self._progress, self._store.catalog.blocks
         progress.of_blocks = sum(map(blocks.count, self._namespaces))
         progress.of_bytes = sum(map(blocks.size_bytes, self._namespaces))
         batches = Batches()
-        try:
-            for some in walk(self._store, self._namespaces):
-                for found in some:
-                    full = batches.add(Place(self._target.address, found.bucket), found)
-                    if full is not None:
-                        await self._bring(full)
-                await trio.lowlevel.checkpoint()
-            for batch in batches.rest():
-                await self._bring(batch)
-            progress.pass_over_rest()
-        finally:
-            self._target.close()
-        return f"{progress.blocks} blocks are there, {progress.there_blocks} of them were before"
+        for some in walk(self._store, self._namespaces):
+            for found in some:
+                full = batches.add(Place(self._target.address, found.bucket), found)
+                if full is not None:
+                    await self._bring(full)
+            await trio.lowlevel.checkpoint()
+        for batch in batches.rest():
+            await self._bring(batch)
+        progress.pass_over_rest()
 
     async def _bring(self, batch: Batch) -> None:
         bucket = batch.place.bucket

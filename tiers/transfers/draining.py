@@ -1,7 +1,7 @@
 """`kvfs cluster drain`: what this machine alone has, to the other machines.
 
 Invariants:
-- A block counts as held elsewhere where the directory says so, or without one where another machine says so itself.
+- A block counts as held elsewhere where another machine says so itself: where there is a directory, one that it names.
 - A block goes where its parent went or is, while that machine takes more, else to the machine that was given least.
   What one machine does not take goes to another one, and is a failure once all were asked.
 - One pull is under way at a machine, limits.REMOTE_PULLS in all. Walks through all blocks follow each other until one
@@ -13,7 +13,7 @@ Concurrency: the service's trio thread; a task walks, and one for each pull unde
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import trio
 import trio.lowlevel
@@ -109,13 +109,16 @@ class Drain:
         for _ in range(limits.PULL_TRIES):
             holders = await self._machines.holders([each.digest for each in some])
             if holders is not None:
-                return [(each, at[0] if at else "") for each, at in zip(some, holders, strict=True)]
+                named = {each.digest: at for each, at in zip(some, holders, strict=True)}
+                return await self._asked(some, named)
             await trio.sleep(limits.PULL_PAUSE_S)
         progress.fail(_UNKNOWN, len(some))
         return []
 
-    async def _asked(self, some: Sequence[Found]) -> list[tuple[Found, str]]:
-        """Ask all machines at once which of the blocks they have."""
+    async def _asked(
+        self, some: Sequence[Found], named: Mapping[bytes, Collection[str]] | None = None
+    ) -> list[tuple[Found, str]]:
+        """Ask all machines at once which of the blocks they have. `named`: by block, those that may have it."""
         holders: dict[bytes, str] = {}
 
         async def ask(address: str, namespace: bytes, digests: list[bytes]) -> None:
@@ -131,7 +134,9 @@ class Drain:
             digests = [each.digest for each in some if each.bucket == bucket]
             async with trio.open_nursery() as nursery:
                 for address in set(self._machines.addresses()) - self._mute:
-                    nursery.start_soon(ask, address, self._namespaces[bucket], digests)
+                    may_have = [each for each in digests if named is None or address in named[each]]
+                    if may_have:
+                        nursery.start_soon(ask, address, self._namespaces[bucket], may_have)
         return [(each, holders.get(each.digest, "")) for each in some]
 
     def _note_holder(self, found: Found, address: str) -> None:

@@ -47,6 +47,8 @@ class Progress:
     gone_blocks: int = 0
     """Went away before their turn came, or are in the cold tier alone."""
     failed_blocks: int = 0
+    removed_blocks: int = 0
+    """Went from here, of a move."""
     state: State = State.RUNS
     said: str = ""
     """The result, once the task has ended."""
@@ -107,6 +109,7 @@ class Progress:
             "there_blocks": self.there_blocks,
             "gone_blocks": self.gone_blocks,
             "failed_blocks": self.failed_blocks,
+            "removed_blocks": self.removed_blocks,
             "failures": [list(each) for each in self.failures.most_common()],
             "seconds": round(seconds, 3),
             "bytes_s": int(brought_bytes / seconds) if seconds > 0 else 0,

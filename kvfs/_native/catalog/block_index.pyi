@@ -54,5 +54,8 @@ class BlockIndex:
     def keys(self) -> bytearray:
         """Return all keys, one behind the other, in the order of their seals."""
 
+    def children(self, key: bytes) -> int:
+        """Count the other blocks that name this one, which need not be here itself, as their parent."""
+
     def descendants(self, key: bytes) -> list[bytes]:
         """List the blocks behind a key, which need not be here itself, parents first."""

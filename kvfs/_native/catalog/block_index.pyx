@@ -31,6 +31,7 @@ cdef extern from "catalog/catalog_core.h" nogil:
     void kvfs_catalog_shelf(const kvfs_catalog *c, uint32_t bucket, uint8_t first, uint8_t *keys)
     int kvfs_catalog_keys(const kvfs_catalog *c, uint8_t *keys)
     int64_t kvfs_catalog_descendants(const kvfs_catalog *c, const uint8_t *key, uint8_t **keys)
+    uint32_t kvfs_catalog_children(const kvfs_catalog *c, const uint8_t *key)
 
 
 cdef const uint8_t *key_pointer(bytes key) except NULL:
@@ -153,6 +154,9 @@ cdef class BlockIndex:
         if kvfs_catalog_keys(self._c, <uint8_t *>keys) < 0:
             raise MemoryError
         return keys
+
+    def children(self, bytes key not None):
+        return kvfs_catalog_children(self._c, key_pointer(key))
 
     def descendants(self, bytes key not None):
         cdef uint8_t *keys = NULL

@@ -412,3 +412,11 @@ int64_t kvfs_catalog_descendants(const struct kvfs_catalog *c, const uint8_t *ke
     free(found);
     return *keys ? (int64_t)count : -ENOMEM;
 }
+
+uint32_t kvfs_catalog_children(const struct kvfs_catalog *c, const uint8_t *key) {
+    uint32_t node = find(c, key), count = 0;
+    if (node == NONE) return 0;
+    for (uint32_t child = c->nodes[node].child; child != NONE; child = c->nodes[child].next_sibling)
+        count += child != node;
+    return count;
+}

@@ -50,5 +50,7 @@ void kvfs_catalog_shelf(const struct kvfs_catalog *c, uint32_t bucket, uint8_t f
 int kvfs_catalog_keys(const struct kvfs_catalog *c, uint8_t *keys);
 /* The keys of the blocks behind this one, parents first, in memory that the caller frees: their count, or -ENOMEM. */
 int64_t kvfs_catalog_descendants(const struct kvfs_catalog *c, const uint8_t *key, uint8_t **keys);
+/* How many blocks name this one as their parent, itself not counted. */
+uint32_t kvfs_catalog_children(const struct kvfs_catalog *c, const uint8_t *key);
 
 #endif
