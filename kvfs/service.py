@@ -351,7 +351,7 @@ async def _serve(
     started: Callable[[Running], None],
 ) -> None:
     """Serve all doors over the store, until the stop."""
-    cluster = make_cluster(settings.cluster, store)
+    cluster = make_cluster(settings.cluster, store, settings.dram.numa_nodes)
     mount = _make_mount(settings, store, cluster)
     scrub = Scrub(store, settings.nvme.scrub_rate)
     pools = open_pools(settings, store)

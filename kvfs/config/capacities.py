@@ -30,6 +30,7 @@ from kvfs.limits import (
     MIB,
     MIN_DRAM_BYTES,
 )
+from kvfs.system.topology import list_numbers
 
 _NODES = Path("/sys/devices/system/node")
 _STATUS = Path("/proc/self/status")
@@ -90,18 +91,12 @@ def _allowed_nodes() -> set[int]:
     try:
         status, there = (
             _STATUS.read_text(errors="replace"),
-            _numbers((_NODES / "has_memory").read_text().strip()),
+            list_numbers((_NODES / "has_memory").read_text()),
         )
     except OSError:
         return set()
     _, has_cpusets, allowed = status.partition("Mems_allowed_list:")
-    return _numbers(allowed.partition("\n")[0].strip()) & there if has_cpusets else there
-
-
-def _numbers(text: str) -> set[int]:
-    """Return the numbers of a list as the kernel writes it: `0-1,3`."""
-    ranges = (each.split("-") for each in text.split(",") if each)
-    return {number for each in ranges for number in range(int(each[0]), int(each[-1]) + 1)}
+    return list_numbers(allowed.partition("\n")[0]) & there if has_cpusets else there
 
 
 def block_devices_bytes(paths: Sequence[Path]) -> int:

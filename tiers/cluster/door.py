@@ -54,12 +54,14 @@ class RunningCluster(Protocol):
         """Describe peers, the directory and what was served, as JSON values."""
 
 
-def make_cluster(settings: ClusterSettings, store: Store) -> RunningCluster | None:
-    """Return the cluster that settings ask for, still to be run; None without one. Raises ConfigError."""
+def make_cluster(settings: ClusterSettings, store: Store, numa_nodes: Sequence[int]) -> RunningCluster | None:
+    """Return the cluster that settings ask for, still to be run; None without one. `numa_nodes`: where DRAM is, if that
+    is known. Raises ConfigError."""
     if settings.listen is None and not settings.peers and settings.directory is None:
         return None
     directory = None if settings.directory is None else _make_directory(settings, store)
-    cluster: RunningCluster = importlib.import_module(_CLUSTER).Cluster(settings, store, directory=directory)
+    module = importlib.import_module(_CLUSTER)
+    cluster: RunningCluster = module.Cluster(settings, store, directory=directory, numa_nodes=numa_nodes)
     return cluster
 
 

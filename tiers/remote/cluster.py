@@ -6,7 +6,7 @@ asks. `tiers.cluster.door` loads it only where that is configured. Concurrency: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,10 +45,11 @@ class Cluster:
         store: Store,
         opener: Opener = open_tcp,
         directory: BlockDirectory | None = None,
+        numa_nodes: Collection[int] = (),
     ) -> None:
-        """Prepare the parts. Raises ConfigError."""
+        """Prepare the parts. `numa_nodes`: where DRAM is, if that is known. Raises ConfigError."""
         self._own = own = read_identity(settings, store.store_id)
-        fabric = load_fabric() if settings.transport == "ucx" else None
+        fabric = load_fabric(numa_nodes) if settings.transport == "ucx" else None
         self._match_opener = opener
         self._opener = opener if fabric is None else UcxOpener(fabric)
         self._listen, self._store = settings.listen, store

@@ -13,10 +13,11 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from struct import Struct
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -25,6 +26,7 @@ import trio
 from kvfs import limits
 from kvfs._native.shared.slots import xxh3_64
 from kvfs.errors import ConfigError, DeadlinePassed, KvfsError, ProtocolError, TierUnreachable, Unsupported
+from kvfs.system import topology
 from tiers.remote.connections.connection import Connection, Handed
 
 log = logging.getLogger("kvfs.remote")
@@ -159,9 +161,10 @@ async def _closing(worker: FabricWorker) -> AsyncIterator[list[FabricWorker]]:
                 await trio.to_thread.run_sync(worker.close)
 
 
-def load_fabric() -> Fabric:
-    """Return what this machine has. Raises ConfigError where it has nothing."""
-    for name, value in _ENVIRONMENT.items():
+def load_fabric(numa_nodes: Collection[int] = ()) -> Fabric:
+    """Return what this machine has, the cards nearest to some NUMA nodes if there are any. Raises ConfigError where it
+    has nothing."""
+    for name, value in (_ENVIRONMENT | near_devices(numa_nodes)).items():
         os.environ.setdefault(name, value)
     try:
         return _open(importlib.import_module(_UCX))
@@ -172,6 +175,17 @@ def load_fabric() -> Fabric:
     except (Unsupported, TierUnreachable) as error:
         why = str(error)
     raise ConfigError(f"[cluster] transport = 'ucx': {why}")
+
+
+def near_devices(numa_nodes: Collection[int], sys: Path = topology.SYS) -> dict[str, str]:
+    """Return the variable that has UCX use the cards nearest to nodes; nothing where none is nearer than others."""
+    ports = topology.rdma_ports(sys)
+    near = topology.nearest_ports(ports, numa_nodes, topology.node_distances(sys))
+    if len(near) == len(ports):
+        return {}
+    names = ",".join(each.name for each in near)
+    log.info("of %d ports of RDMA cards those nearest to NUMA nodes %s: %s", len(ports), [*numa_nodes], names)
+    return {"UCX_NET_DEVICES": names}
 
 
 @cache
