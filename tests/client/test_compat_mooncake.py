@@ -63,8 +63,8 @@ def test_its_set_up_says_where_keys_are_kept(service: Service, caplog: pytest.Lo
     store = MooncakeDistributedStore()
     assert store.setup("localhost", "", 0, 0, "tcp", "", str(service.mount), tenant_id="said") == 0
     namespace = string_namespace("mooncake store key", {"tenant": "said"})
-    with service.client() as client:
-        store_id, bucket = client.store_id.hex()[:8], client.blocks(namespace).bucket
+    with service.client() as client, client.blocks(namespace) as blocks:
+        store_id, bucket = client.store_id.hex()[:8], blocks.bucket
     [said] = caplog.records
     assert said.levelname == "INFO"
     assert said.getMessage().startswith(f"mooncake: the store at {service.mount} ({store_id}) works, ")
