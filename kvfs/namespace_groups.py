@@ -26,6 +26,8 @@ WINDOW: Final = "group_window"
 LAYERS: Final = "group_layers"
 FULL_TOKENS: Final = "full_tokens"
 """Tokens of a block of full attention, of the first group of it; said where groups have blocks of different sizes."""
+FURTHER: Final = "group_further"
+"""Said of groups of full attention beside the first one, by whose keys prompts are looked up: `full`."""
 CHUNK: Final = "group_chunk"
 """Tokens of a chunk of chunked local attention."""
 STATE: Final = "group_state"
@@ -43,7 +45,9 @@ _SPOKEN_KINDS: Final = {
 }
 FULL_KINDS: Final = frozenset(("full_attention", "mla_attention"))
 """Of layers that read everything before a token, by the names that KV events have for them."""
-_OF_GROUPS: Final = frozenset(("dtype", "layout", KIND, WINDOW, LAYERS, CHUNK, STATE, CACHE, BACKEND))
+_OF_GROUPS: Final = frozenset(
+    ("dtype", "layout", KIND, WINDOW, LAYERS, FURTHER, CHUNK, STATE, CACHE, BACKEND)
+)
 """In what the groups of one cache may differ; in their number of tokens, too, where they say that of full attention."""
 
 
@@ -58,6 +62,8 @@ class NamespaceGroup(NamedTuple):
     layers: str
     """Which layers it has."""
     chunk_tokens: int | None
+    is_further: bool
+    """Whether it is of full attention, and prompts are looked up by another such group."""
 
     @property
     def is_full(self) -> bool:
@@ -66,14 +72,15 @@ class NamespaceGroup(NamedTuple):
 
     @property
     def number(self) -> int | None:
-        """Return the number that its layers have in KV events, from 1 on, in every store; None where they read
-        everything."""
-        return number_of(self.kind, self.window_tokens, self.layers)
+        """Return the number that its layers have in KV events, from 1 on, in every store; None of the first group whose
+        layers read everything."""
+        return number_of(self.kind, self.window_tokens, self.layers, is_further=self.is_further)
 
 
-def number_of(kind: str, window_tokens: int | None, layers: str) -> int | None:
+def number_of(kind: str, window_tokens: int | None, layers: str, *, is_further: bool) -> int | None:
     """Return the number of a cache group in a store's KV events, as `NamespaceGroup` has these fields."""
-    return None if kind in FULL_KINDS else 1 + zlib.crc32(f"{kind} {window_tokens} {layers}".encode())
+    is_first = kind in FULL_KINDS and not is_further
+    return None if is_first else 1 + zlib.crc32(f"{kind} {window_tokens} {layers}".encode())
 
 
 def describe_groups(namespaces: Mapping[int, Namespace]) -> list[dict[str, Any]]:
@@ -112,6 +119,7 @@ def group_in(namespace: Namespace) -> NamespaceGroup | None:
         _tokens_in(namespace, WINDOW),
         namespace.extra.get(LAYERS, ""),
         _tokens_in(namespace, CHUNK),
+        kind in FULL_KINDS and FURTHER in namespace.extra,
     )
 
 

@@ -14,8 +14,9 @@ Invariants:
 - Of recurrent layers every state is stored that vLLM keeps itself and names the exact block of: at a prompt's last
   whole block, where it leaves what the engine has, and as often as the retention interval says. Their block table has
   passing states too.
-- Blocks of windows and states follow in the store the block of full attention that has their last token, without which
-  they are worth nothing, where the rank has one: they go before it, and it goes as it would without them.
+- Blocks of all other groups follow in the store the block of the first group of full attention that has their last
+  token, without which they are worth nothing, where the rank has one: they go before it, and it goes as it would
+  without them.
 - vLLM puts the null block in the place of blocks that no layer reads any more: it is not stored, and never loaded.
 
 Concurrency: the engine's scheduler thread.
@@ -141,12 +142,10 @@ class GroupPlanner(Planner):
         self, tracked: Tracked, index: int, first: int, last: int, block_ids: Sequence[int]
     ) -> BlockRun:
         run = self._run(tracked, _of_group(tracked.keys, index), first, last, block_ids)
-        if self.groups[index].is_full:
-            return run
         anchors = {}
         for rank in run.keys:
             full = next((each for each in tracked.keys if self._is_full_part(each, rank)), None)
-            if full is None:
+            if full is None or full == rank:
                 return run
             ends = self._ends_in(full[-1], index, range(first, last))
             anchors[rank] = b"".join(

@@ -31,7 +31,7 @@ from scheduler.conductor.pool import Member, Options, Pool
 from scheduler.conductor.registry import Registry
 from scheduler.conductor.reservations import Reservation, Reservations
 from scheduler.conductor.role_orders import RoleOrders
-from scheduler.conductor.sources import Stream
+from scheduler.conductor.sources import ALL_BLOCKS, Stream
 from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, RouteRequest, Usage, peer_between
 from scheduler.conductor.waiters import Waiters, turned_down
 from scheduler.routing.admission import MAX_RETRY_AFTER_S, Admission, Slo, Verdict, admit
@@ -373,14 +373,15 @@ class Conductor:
 
     def _blocks_of(self, stream: Stream) -> dict[str, Any]:
         """Return how many blocks of full attention a stream has in each medium, and how many of windows and chunks of
-        each length, in blocks of full attention."""
+        each length, in blocks of full attention; of its further groups as windows without a length."""
         full: Counter[str] = Counter()
-        windows: Counter[tuple[str, int]] = Counter()
-        chunks: Counter[tuple[str, int]] = Counter()
+        windows: Counter[tuple[str, int | None]] = Counter()
+        chunks: Counter[tuple[str, int | None]] = Counter()
         for (medium, window, _), source in stream.sources.items():
             count = self._index.source_blocks(source)
+            length = None if window.blocks == ALL_BLOCKS else window.blocks * window.stride
             if window.blocks:
-                (chunks if window.is_chunked else windows)[medium, window.blocks * window.stride] += count
+                (chunks if window.is_chunked else windows)[medium, length] += count
             else:
                 full[medium] += count
         return {

@@ -442,6 +442,11 @@ def _check_groups(instance: Instance) -> None:
             f"instance {instance.name!r}: groups: {full.group} is of {full.kind}, but the namespace is of "
             f"{keyed.kind}: it must be that of full attention"
         )
+    if keyed is not None and keyed.is_further:
+        raise InvalidRequest(
+            f"instance {instance.name!r}: namespace: it is of a further group of full attention: it must be that of "
+            "the first"
+        )
     numbers = Counter(each.group for each in instance.groups)
     for each in instance.groups:
         where = f"instance {instance.name!r}: groups: {each.group}"

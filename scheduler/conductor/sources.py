@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvfs._native.cluster.index import MAX_STRIDE, MAX_WINDOWS, SPARE_SOURCES, ClusterIndex
 from kvfs.errors import LimitExceeded
 from kvfs.events.kv_events import CHUNKS, GPU, STORAGE, group_of_kind
 from kvfs.limits import MAX_BLOCK_PARTS, MAX_BLOCK_SOURCES, MAX_SWEPT_SEGMENTS, SWEEP_STEP_S
-from kvfs.namespace_groups import number_of
+from kvfs.namespace_groups import FULL_KINDS, number_of
 from scheduler.conductor.values import CacheGroup
 
 
@@ -37,11 +37,16 @@ class StreamName(NamedTuple):
         return f"{self.topic}/{self.rank}" if self.rank else self.topic
 
 
+ALL_BLOCKS: Final = 1 << 31
+"""More than a prompt has."""
+
+
 class Window(NamedTuple):
     """What layers read before a boundary."""
 
     blocks: int = 0
-    """The last ones of their own, the last state alone among them; 0: all, full attention."""
+    """The last ones of their own, the last state alone among them; ALL_BLOCKS of full attention, but for its first
+    group: 0."""
     stride: int = 1
     """Blocks of full attention that one of theirs is as long as."""
     parts: int = 1
@@ -62,22 +67,27 @@ def window_of(
     window_tokens: int | None,
     chunk_tokens: int | None,
     block_tokens: int,
+    *,
+    is_beside: bool,
 ) -> Window | None:
     """Return what layers with blocks of `own_tokens` read before a boundary, beside full attention with blocks of
-    `block_tokens`; None where that is not followed.
+    `block_tokens`; None where that is not followed. `is_beside`: of full attention it is not the first group.
 
     Chunks are not where nobody says how long one is: to ask for all of their blocks would find next to nothing. Nor are
     layers that read nothing before a token, and blocks of which neither some are as long as one of full attention, and
     a window or chunk as some of these, nor one as some of full attention.
     """
     group = group_of_kind(kind, window_tokens, chunk_tokens, max(own_tokens, 1))
-    if group.window_blocks is None:
+    is_further = is_beside and kind in FULL_KINDS
+    if group.window_blocks is None and not is_further:
         return None if kind in CHUNKS else Window()
-    if own_tokens < 1 or not group.window_blocks:
+    if own_tokens < 1 or group.window_blocks == 0:
         return None
     stride, parts = max(own_tokens // block_tokens, 1), max(block_tokens // own_tokens, 1)
     if stride * block_tokens != parts * own_tokens or stride > MAX_STRIDE or parts > MAX_BLOCK_PARTS:
         return None
+    if group.window_blocks is None:
+        return Window(ALL_BLOCKS, stride, parts)
     if group.window_blocks % parts:
         return None
     return Window(group.window_blocks // parts, stride, parts, group.is_chunked)
@@ -100,10 +110,12 @@ class ModelLayers:
 
     def __post_init__(self) -> None:
         found = {}
+        first = next((each for each in self.groups if each.kind in FULL_KINDS), None)
         for each in self.groups:
-            number = number_of(each.kind, each.window_tokens, each.layers)
+            is_further = each.kind in FULL_KINDS and each is not first
+            number = number_of(each.kind, each.window_tokens, each.layers, is_further=is_further)
             said = each.kind, each.block_tokens, each.window_tokens, each.chunk_tokens
-            window = window_of(*said, self.block_tokens)
+            window = window_of(*said, self.block_tokens, is_beside=is_further)
             if number is not None and window is not None and window.blocks:
                 found[number] = window
         object.__setattr__(self, "in_store", found)

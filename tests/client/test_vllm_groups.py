@@ -18,7 +18,7 @@ from kvfs.errors import DeadlinePassed, InvalidRequest
 from kvfs.groups import Group, Kept, checkpoint_every, longest_prefix
 from kvfs.keys import split_keys
 from kvfs.limits import CONNECTOR_RETRY_S, CONNECTOR_WINDOWS
-from kvfs.namespace_groups import FULL_TOKENS
+from kvfs.namespace_groups import FULL_TOKENS, FURTHER
 from kvfs.namespaces import Namespace
 from tests.support.stores import NAMESPACE
 from tests.support.vllm_planners import Clock, FakeLink, FakeRequest, keys_of, namespaces, tokens_of
@@ -41,6 +41,7 @@ MIXED = [
 ]
 """Of blocks of several sizes: one window is shorter than the largest, and chunks end within these."""
 LARGER_FULL = [Group(), Group.of_window(2 * BLOCK, BLOCK // 4, 4), Group.of_chunks(4 * BLOCK, BLOCK // 2, 2)]
+TWO_FULL = [Group.of_window(2 * BLOCK, BLOCK), Group(), Group(stride=2)]
 RANKS: list[tuple[int, int]] = [(0, 0), (0, 1)]
 
 strides = st.integers(1, 3)
@@ -193,11 +194,12 @@ class FakeEngine:
 
 
 def take(link: FakeLink, plan: Plan, groups: Sequence[Group]) -> None:
-    """Store what a plan says; blocks of windows and states follow those of full attention."""
+    """Store what a plan says; blocks of all groups follow those of the first of full attention."""
     assert link.store is not None
+    keyed = next((index for index, group in enumerate(groups) if group.is_full), None)
     for run in plan.stores:
         assert NULL_BLOCK not in run.block_ids
-        assert (run.anchors is None) == any(groups[rank[-1]].is_full for rank in run.keys)
+        assert (run.anchors is None) == any(keyed in (None, rank[-1]) for rank in run.keys)
         for rank, anchors in (run.anchors or {}).items():
             link.parents.update(zip(split_keys(run.keys[rank]), split_keys(anchors), strict=True))
         for keys in run.keys.values():
@@ -232,7 +234,11 @@ def present_in(link: FakeLink, keys: dict[Rank, list[bytes]]) -> Callable[[int, 
     return present
 
 
-@pytest.mark.parametrize("groups", [GROUPS, MIXED, LARGER_FULL], ids=["one size", "sizes", "larger full"])
+@pytest.mark.parametrize(
+    "groups",
+    [GROUPS, MIXED, LARGER_FULL, TWO_FULL],
+    ids=["one size", "sizes", "larger full", "two of full attention"],
+)
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_what_one_request_stores_another_one_loads_in_all_groups_or_not_at_all(
@@ -250,7 +256,7 @@ def test_what_one_request_stores_another_one_loads_in_all_groups_or_not_at_all(
     keys = group_keys(tokens, groups)
     whole, end = len(tokens) // BLOCK, (len(tokens) - 1) // BLOCK
     kept = Kept(end, 0, checkpoint_every(groups, CONNECTOR_WINDOWS))
-    [full] = (index for index, group in enumerate(groups) if group.is_full)
+    full = next(index for index, group in enumerate(groups) if group.is_full)
     for index, group in enumerate(groups):
         size, full_size = BLOCK // group.stride, BLOCK // groups[full].stride
         stored = [i for i in range(whole * group.stride) if keys[0, 0, index][i] in link.store.keys]
@@ -423,7 +429,7 @@ def test_groups_of_vllm_are_those_of_windows_chunks_full_attention_and_states() 
     from kvfs.connectors.vllm_rules.cache_groups import extra_of, groups_of
 
     window, other = (spec_group("SlidingWindowSpec", [name], sliding_window=64) for name in "ab")
-    full = spec_group("FullAttentionSpec", ["c"])
+    full, further = (spec_group("FullAttentionSpec", [name]) for name in "cf")
     state = state_group()
     chunked, larger = (
         spec_group("ChunkedLocalAttentionSpec", "e", attention_chunk_size=tokens) for tokens in (64, 128)
@@ -431,9 +437,10 @@ def test_groups_of_vllm_are_those_of_windows_chunks_full_attention_and_states() 
     groups = [window, other, full, state, chunked]
     found = groups_of(SimpleNamespace(kv_cache_groups=groups))
     assert found == [Group(4), Group(4), Group(), Group.of_state(), Group(4, is_chunked=True)]
-    groups += [state_group(shapes=((128, 4),)), state_group(dtypes=("bfloat16",)), larger]
+    groups += [state_group(shapes=((128, 4),)), state_group(dtypes=("bfloat16",)), larger, further]
     extras = [tuple(extra_of(group, groups).items()) for group in groups]
-    assert len({*extras}) == 8, "two groups of equal bytes have two namespaces"
+    assert len({*extras}) == 9, "two groups of equal bytes have two namespaces"
+    assert [group for group in groups if FURTHER in extra_of(group, groups)] == [further]
     assert extra_of(full, [full]) == {}
     assert extra_of(window, [window]) != {}
 

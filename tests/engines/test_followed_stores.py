@@ -55,6 +55,8 @@ class Case(NamedTuple):
     it came: to prompts that leave within that, less is predicted than they find."""
     has_full: bool = True
     """Whether it has layers of full attention."""
+    has_further: bool = False
+    """Whether these are of two groups."""
     slots: int = 160
     """Blocks in the store's memory: two or three of the prompts."""
     nvme: str = "24MiB"
@@ -69,6 +71,7 @@ FAMILIES: Final = {
     "windows with shorter blocks": Case(
         GEMMA_4_LARGE.write, 2 * BLOCK_TOKENS, branch_tokens=2 * BLOCK_TOKENS
     ),
+    "two groups of full attention": Case(tiny_gemma.write_more_full, has_further=True),
     "chunks": Case(LLAMA_4.write),
     "states": Case(
         tiny_lfm2.write_model,
@@ -227,6 +230,7 @@ def test_what_is_predicted_is_what_the_engine_finds(followed: Followed) -> None:
     found = [followed.ask(prompt) for prompt in islice(asked, PROMPTS)]
     assert 10 < sum(cached > 0 for cached in found) < PROMPTS - 2, found
     [stream] = followed.streams()
+    assert (None in [length for _, length, _ in stream["windows"]]) == followed.case.has_further
     beside = [count for _, _, count in stream["windows"] + stream["chunks"]]
     assert beside
     if followed.case.has_full:

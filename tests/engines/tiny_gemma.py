@@ -11,6 +11,7 @@ prompts still repeat one token: compare likelihoods as well.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from safetensors.numpy import save_file
 
 VOCABULARY = 1024
 LAYERS = 6
-FULL_EVERY = 3
+FULL = range(2, LAYERS, 3)
 WINDOW = 64
 HIDDEN = 128
 HEADS = 4
@@ -40,9 +41,6 @@ CONFIG: dict[str, Any] = {
     "head_dim": HEAD_DIM,
     "query_pre_attn_scalar": HEAD_DIM,
     "sliding_window": WINDOW,
-    "layer_types": [
-        "sliding_attention" if (layer + 1) % FULL_EVERY else "full_attention" for layer in range(LAYERS)
-    ],
     "vocab_size": VOCABULARY,
     "max_position_embeddings": MAX_TOKENS,
     "rms_norm_eps": 1e-6,
@@ -75,8 +73,8 @@ NORMS = {
 }
 
 
-def write_model(directory: Path, seed: int = 0) -> None:
-    """Write the model into `directory`, which is made; float32 throughout."""
+def write_model(directory: Path, seed: int = 0, full: Sequence[int] = FULL) -> None:
+    """Write the model into `directory`, which is made; float32 throughout. `full`: the layers of full attention."""
     rng = np.random.default_rng(seed)
 
     def normal(shape: tuple[int, int], gain: float) -> np.ndarray[Any, Any]:
@@ -95,4 +93,10 @@ def write_model(directory: Path, seed: int = 0) -> None:
             tensors[f"{prefix}.{name}.weight"] = normal(shape, gain)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    kinds = ["full_attention" if layer in full else "sliding_attention" for layer in range(LAYERS)]
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "layer_types": kinds}, indent=1))
+
+
+def write_more_full(directory: Path) -> None:
+    """Write a model that has more layers of full attention than of windows: vLLM makes two groups of them."""
+    write_model(directory, full=[1, 2, 4, 5])

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvfs.errors import InvalidRequest
 from kvfs.groups import Group
-from kvfs.namespace_groups import CHUNK, FULL_TOKENS, KIND, LAYERS, STATE, WINDOW
+from kvfs.namespace_groups import CHUNK, FULL_TOKENS, FURTHER, KIND, LAYERS, STATE, WINDOW
 
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _STATE = "MambaSpec"
@@ -121,9 +121,11 @@ def extra_of(group: Any, groups: Sequence[Any]) -> dict[str, str]:
         WINDOW: str(getattr(spec, "sliding_window", None) or "none"),
         LAYERS: hashlib.sha256("\0".join(group.layer_names).encode()).hexdigest()[:32],
     }
-    full_tokens = next((spec_of(each).block_size for each in groups if kind_of(spec_of(each)) in _FULL), None)
-    if full_tokens is not None and len({spec_of(each).block_size for each in groups}) > 1:
-        extra[FULL_TOKENS] = str(full_tokens)
+    full = next((each for each in groups if kind_of(spec_of(each)) in _FULL), None)
+    if full is not None and len({spec_of(each).block_size for each in groups}) > 1:
+        extra[FULL_TOKENS] = str(spec_of(full).block_size)
+    if kind in _FULL and group is not full:
+        extra[FURTHER] = "full"
     if kind == _CHUNKED:
         extra[CHUNK] = str(spec.attention_chunk_size)
     if kind == _STATE:

@@ -152,7 +152,10 @@ class Feed:
         if isinstance(event, BlockStored) and event.kv_cache_spec_kind is not None:
             [layers] = stream.layers.values()
             window = _window_of(
-                event, layers.block_tokens, event.chunk_tokens or layers.chunk_tokens.get(group)
+                event,
+                layers.block_tokens,
+                event.chunk_tokens or layers.chunk_tokens.get(group),
+                is_beside=False,
             )
             # Of recurrent layers vLLM can keep the state at a prompt's end, too, as a shorter block of the same group.
             if window is None or stream.groups.get(group, window) != window:
@@ -197,7 +200,9 @@ class Feed:
     ) -> None:
         """Count a store's blocks of windows or states beside those by whose keys prompts are looked up."""
         number = event.group_idx or 0
-        window = None if layers is None else _window_of(event, layers.block_tokens, event.chunk_tokens)
+        window = None
+        if layers is not None:
+            window = _window_of(event, layers.block_tokens, event.chunk_tokens, is_beside=number > 0)
         if layers is None or window is None or not _counts(layers, number, window, parent):
             self._registry.counts["other_group_events"] += 1
             return
@@ -261,7 +266,9 @@ def _keys(hashes: Iterable[bytes | int | None]) -> list[bytes]:
     return [each for each in hashes if isinstance(each, bytes) and len(each) == HASH_BYTES]
 
 
-def _window_of(event: BlockStored, block_tokens: int, chunk_tokens: int | None) -> Window | None:
+def _window_of(
+    event: BlockStored, block_tokens: int, chunk_tokens: int | None, *, is_beside: bool
+) -> Window | None:
     """Return what an event's layers read before a boundary, beside full attention with blocks of so many tokens."""
-    window_tokens = event.kv_cache_spec_sliding_window
-    return window_of(event.kv_cache_spec_kind, event.block_size, window_tokens, chunk_tokens, block_tokens)
+    said = event.kv_cache_spec_kind, event.block_size, event.kv_cache_spec_sliding_window, chunk_tokens
+    return window_of(*said, block_tokens, is_beside=is_beside)

@@ -39,7 +39,7 @@ from tests.scheduler.conductor.test_store_windows import (
 from tests.support.conductors import BLOCK_TOKENS, Clock, conductor, instance
 from tests.support.prefix_needs import Block, boundaries, longest, needed
 
-GROUPS: Final = range(5)
+GROUPS: Final = range(6)
 
 
 class Nodes:

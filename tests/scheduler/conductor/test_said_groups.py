@@ -21,6 +21,7 @@ from scheduler.conductor.values import CacheGroup, Instance, RouteRequest
 from tests.scheduler.conductor.test_cache_groups import BLOCKS, FULL, PROMPT, of_group, removed
 from tests.scheduler.conductor.test_feed import message, of_store
 from tests.scheduler.conductor.test_store_windows import (
+    ALSO_FULL,
     ALSO_WINDOW_3,
     STATE,
     WINDOW_2,
@@ -330,3 +331,21 @@ def test_a_namespace_of_windows_is_none_of_a_model_with_full_attention() -> None
             Clock(),
             instance("a", namespace=namespace_of(WINDOW_3).as_mapping(), groups=groups_said(FULL, WINDOW_3)),
         )
+
+
+def test_a_namespace_of_a_further_group_of_full_attention_is_none_of_an_instance() -> None:
+    further = namespace_of(ALSO_FULL).as_mapping()
+    with pytest.raises(
+        InvalidRequest, match="'a': namespace: it is of a further group of full attention: it must be"
+    ):
+        conductor(Clock(), instance("a", namespace=further, groups=groups_said(FULL, ALSO_FULL)))
+
+
+def test_a_further_group_of_full_attention_that_has_told_nothing_has_nothing() -> None:
+    stand = stand_of(hybrid("a", FULL, WINDOW_3, ALSO_FULL))
+    stand.hears(*all_of(FULL, WINDOW_3))
+    assert stand.held(name="a") == 0
+    stand.hears(*all_of(ALSO_FULL), gone_from_store(ALSO_FULL, 4))
+    assert stand.held(name="a") == 4
+    [stream] = [each for each in stand.conductor.status()["streams"] if each["stream"] == "node"]
+    assert ["", None, BLOCKS_IN_STORE - 1] in stream["windows"]

@@ -9,8 +9,18 @@ import pytest
 from kvfs._native.cluster.index import SPARE_SOURCES, ClusterIndex
 from kvfs.events.kv_events import GPU
 from kvfs.keys import prefix_hashes
+from kvfs.namespace_groups import FULL_KINDS
 from scheduler.conductor.conductor import Conductor
-from scheduler.conductor.sources import Knowledge, Place, Sources, Stream, StreamName, Window
+from scheduler.conductor.sources import (
+    ALL_BLOCKS,
+    Knowledge,
+    Place,
+    Sources,
+    Stream,
+    StreamName,
+    Window,
+    window_of,
+)
 from scheduler.conductor.values import RouteRequest
 from tests.support.conductors import NAMESPACE, Clock, conductor, instance
 
@@ -76,3 +86,21 @@ def test_blocks_of_a_source_that_no_number_is_left_for_are_counted(monkeypatch: 
         made.registry.stored(stream, Place(GPU), hashes, None)
     assert made.counts["over_limit"] == 40
     assert made.match(RouteRequest(model="m", tokens=prompt)) == {"a": 640, "b": 0}
+
+
+@pytest.mark.parametrize(
+    ("own_tokens", "read"),
+    [
+        (48, Window(ALL_BLOCKS)),
+        (16, Window(ALL_BLOCKS, parts=3)),
+        (144, Window(ALL_BLOCKS, 3)),
+        (32, None),
+        (0, None),
+    ],
+)
+def test_of_further_groups_of_full_attention_all_blocks_are_read(
+    own_tokens: int, read: Window | None
+) -> None:
+    for kind in FULL_KINDS:
+        assert window_of(kind, own_tokens, None, None, 48, is_beside=True) == read
+        assert window_of(kind, own_tokens, None, None, 48, is_beside=False) == Window()

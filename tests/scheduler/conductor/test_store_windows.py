@@ -24,7 +24,7 @@ from kvfs.events.kv_events import (
     start_of,
 )
 from kvfs.keys import prefix_hashes, split_keys
-from kvfs.namespace_groups import CHUNK, FULL_TOKENS, KIND, LAYERS, WINDOW, describe_groups, group_in
+from kvfs.namespace_groups import CHUNK, FULL_TOKENS, FURTHER, KIND, LAYERS, WINDOW, describe_groups, group_in
 from kvfs.namespaces import Namespace
 from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.feeds.feed import Feed
@@ -37,11 +37,16 @@ from tests.support.prefix_needs import Block, Layers, longest
 
 BLOCKS: Final = 9
 PROMPT: Final = list(range(500, 500 + BLOCKS * BLOCK_TOKENS))
-FULL, WINDOW_3, ALSO_WINDOW_3, STATE, WINDOW_2 = range(5)
-READS: Final = {WINDOW_3: 3, ALSO_WINDOW_3: 3, STATE: 1, WINDOW_2: 2}
+FULL, WINDOW_3, ALSO_WINDOW_3, STATE, WINDOW_2, ALSO_FULL = range(6)
+READS: Final = {WINDOW_3: 3, ALSO_WINDOW_3: 3, STATE: 1, WINDOW_2: 2, ALSO_FULL: BLOCKS}
 """Blocks before a boundary that each group's layers read, of their own or, if these are shorter, of full attention;
-of full attention all. Of chunks they are as many."""
-_MIXED: Final = {WINDOW_3: BLOCK_TOKENS // 2, ALSO_WINDOW_3: 3 * BLOCK_TOKENS, WINDOW_2: 2 * BLOCK_TOKENS}
+of full attention all, by the keys of whose first group prompts are looked up. Of chunks they are as many."""
+_MIXED: Final = {
+    WINDOW_3: BLOCK_TOKENS // 2,
+    ALSO_WINDOW_3: 3 * BLOCK_TOKENS,
+    WINDOW_2: 2 * BLOCK_TOKENS,
+    ALSO_FULL: BLOCK_TOKENS // 2,
+}
 """Tokens of blocks of these groups in the models that are mixed."""
 MODELS: Final = ("hybrid", "mixed", "hybrid, chunks", "mixed, chunks")
 
@@ -69,7 +74,7 @@ def layers_in(model: str, groups: Iterable[int]) -> dict[int, Layers]:
     return {
         group: Layers(
             tokens_of(group, model),
-            None if group == FULL else read_of(group, model),
+            None if group in (FULL, ALSO_FULL) else read_of(group, model),
             is_chunked(group, model),
         )
         for group in groups
@@ -81,6 +86,8 @@ def namespace_of(group: int, model: str = "hybrid") -> Namespace:
     extra = {"backend": "CPU", "config": "1", KIND: "SlidingWindowSpec", WINDOW: "none", LAYERS: str(group)}
     if group == FULL:
         extra[KIND] = "FullAttentionSpec"
+    elif group == ALSO_FULL:
+        extra |= {KIND: "FullAttentionSpec", FURTHER: "full"}
     elif group == STATE:
         extra |= {KIND: "MambaSpec", "backend": "ShortConv -"}
     elif is_chunked(group, model):
@@ -182,7 +189,7 @@ def all_of(*groups: int, model: str = "hybrid") -> list[BlockStored]:
 Change = tuple[bool, int, int, str]
 changes: Final = st.lists(
     st.tuples(
-        st.booleans(), st.integers(0, 4), st.integers(0, 2 * BLOCKS - 1), st.sampled_from([CPU, STORAGE])
+        st.booleans(), st.integers(0, 5), st.integers(0, 2 * BLOCKS - 1), st.sampled_from([CPU, STORAGE])
     ),
     max_size=6,
 )
@@ -193,10 +200,10 @@ LOSSES: Final = ("gap", "silence", "restart", "clearing")
 
 @given(
     st.sampled_from(MODELS),
-    st.permutations(range(5)),
-    st.integers(1, 5),
-    st.none() | st.sets(st.sampled_from([WINDOW_3, ALSO_WINDOW_3, STATE, WINDOW_2])),
-    st.lists(st.integers(0, BLOCKS), min_size=5, max_size=5),
+    st.permutations(range(6)),
+    st.integers(1, 6),
+    st.none() | st.sets(st.sampled_from(sorted(READS))),
+    st.lists(st.integers(0, BLOCKS), min_size=6, max_size=6),
     changes,
     changes,
     st.sampled_from(LOSSES),
@@ -350,7 +357,7 @@ def test_events_of_a_model_that_nobody_has_named_are_counted(tokens: int) -> Non
 
 
 def test_groups_of_one_cache_with_blocks_of_different_sizes_are_of_one_model() -> None:
-    groups = [group_in(namespace_of(group, "mixed")) for group in range(5)]
+    groups = [group_in(namespace_of(group, "mixed")) for group in range(6)]
     assert len({each.model for each in groups if each is not None}) == 1
     fields = namespace_of(FULL, "mixed").as_mapping()
     other = {**fields, "extra": {**fields["extra"], FULL_TOKENS: str(2 * BLOCK_TOKENS)}}
@@ -468,9 +475,10 @@ def test_blocks_over_the_limit_are_misses_and_counted() -> None:
 
 @pytest.mark.parametrize("field", ["model", "revision", "block_tokens", "tensor_shards", "config"])
 def test_groups_of_one_cache_are_of_one_model_and_others_are_not(field: str) -> None:
-    groups = [group_in(namespace_of(group)) for group in range(5)]
+    groups = [group_in(namespace_of(group)) for group in range(6)]
     assert len({each.model for each in groups if each is not None}) == 1
-    assert [each.is_full for each in groups if each is not None] == [True, False, False, False, False]
+    assert [each.is_full for each in groups if each is not None] == [True, False, False, False, False, True]
+    assert [each.number is None for each in groups if each is not None] == [True] + [False] * 5
     fields = namespace_of(STATE).as_mapping()
     changed = {"model": "n", "revision": "2", "block_tokens": 2 * BLOCK_TOKENS, "tensor_shards": 2}
     other = (
