@@ -27,6 +27,7 @@ from kvfs.client.transport import Deadline, close_all
 from kvfs.errors import KvfsError, SessionClosed, status_error
 from kvfs.protocol.messages import DIGEST_BYTES, DigestBatch, ExtentResult, HelloAnswer, Op
 from kvfs.system.linux import hides_reads
+from kvfs.system.topology import last_level_cache_bytes
 
 T = TypeVar("T")
 
@@ -104,7 +105,7 @@ class LocalReader:
             hello = self._hello()
             try:
                 table = Table.attach(hello.details["table"], hello.store_id)
-                found = Reader(table, hello.details["directory"])
+                found = Reader(table, hello.details["directory"], last_level_cache_bytes())
                 self._hides_reads = hello.details["keeps_pages"] and hides_reads(hello.details["directory"])
             except (KvfsError, OSError):  # no service since, or one with another store
                 return None

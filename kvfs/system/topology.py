@@ -1,4 +1,5 @@
-"""Where this machine's RDMA cards are, and how far its NUMA nodes are from each other, as the kernel says.
+"""Where this machine's RDMA cards are, how far its NUMA nodes are from each other, and what its caches hold, as the
+kernel says.
 
 Responsibility: values out of sysfs, and which cards are nearest to some nodes. Invariants: a card of which the kernel
 does not say where it is, as of one that is software, is as near as any. Concurrency: reads /sys when it is asked.
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 SYS: Final = Path("/sys")
+_USUAL_CACHE_BYTES: Final = 32 << 20
 _ACTIVE: Final = "4:"
 """Of a port's state, as `4: ACTIVE` (Linux, drivers/infiniband/core/sysfs.c)."""
 
@@ -72,3 +74,15 @@ def nearest_ports(
         known = {each: far for each in ports if (far := distance(each, node)) is not None}
         near |= {each for each in ports if each not in known or known[each] == min(known.values())}
     return [each for each in ports if each in near] if near else list(ports)
+
+
+def last_level_cache_bytes(sys: Path = SYS) -> int:
+    """Return what the largest cache of the first processor holds; where the kernel does not say, as much as many have.
+
+    The C library says of some processors what all of their caches hold together (sysconf, _SC_LEVEL3_CACHE_SIZE).
+    """
+    sizes = [_USUAL_CACHE_BYTES]
+    with suppress(OSError, ValueError):
+        caches = sorted((sys / "devices/system/cpu/cpu0/cache").glob("index*/size"))
+        sizes = [int(each.read_text().strip().removesuffix("K")) << 10 for each in caches] or sizes
+    return max(sizes)

@@ -30,6 +30,8 @@ BLOCK, OBJECT = 2, 1
 KEY = b"\1" * 16
 STREAMED = 128 << 10
 """Of this size on, blocks of a large batch go past the caches."""
+LARGE = 2 << 20
+"""Of this size on a batch does."""
 
 
 @dataclass
@@ -60,7 +62,7 @@ def made(path: Path) -> Iterator[Bench]:
     table = Table.create(path / "table", bytes(16), 512, 1024)
     (path / "slots").mkdir()
     folder = os.open(path / "slots", os.O_RDONLY)
-    reader = Reader(Table.attach(path / "table"), path / "slots")
+    reader = Reader(Table.attach(path / "table"), path / "slots", LARGE)
     yield Bench(path, table, folder, reader)
     table.close()
     os.close(folder)
@@ -241,7 +243,7 @@ for slot, key in enumerate(KEYS):
     os.pwrite(fd, key * (SIZE // 16), 0)
     os.close(fd)
     table.put(key, 2, slot, table.publish(slot, table.begin(slot), kind=2, key=key, size=SIZE), SIZE)
-reader = Reader(Table.attach(base / "table"), base / "slots")
+reader = Reader(Table.attach(base / "table"), base / "slots", 1 << 20)
 
 def read() -> None:
     places = [bytearray(SIZE) for _ in KEYS]
@@ -282,7 +284,7 @@ def test_a_reader_may_outlive_the_names_of_its_module(bench: Bench) -> None:
         "from kvfs._native.shared.table import Table\n"
         "for module in (holder, reader):\n"
         "    ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))\n"
-        "holder.reader = reader.Reader(Table.attach(sys.argv[1]), sys.argv[2])\n"
+        "holder.reader = reader.Reader(Table.attach(sys.argv[1]), sys.argv[2], 1 << 20)\n"
     )
     arguments = [str(bench.path / "table"), str(bench.path / "slots")]
     done = subprocess.run(

@@ -50,9 +50,12 @@ def read_descriptors(
 
 @disjoint_base
 class Reader:
-    """Read the blocks of one store. REQUIRES that `table` stays open; `directory` has the slots. Raises OSError."""
+    """Read the blocks of one store. REQUIRES that `table` stays open; `directory` has the slots. Raises OSError.
 
-    def __init__(self, table: Table, directory: str | PathLike[str]) -> None: ...
+    `stream_bytes`: batches of so many bytes and more are copied past the processor's caches, which do not hold them.
+    """
+
+    def __init__(self, table: Table, directory: str | PathLike[str], stream_bytes: int) -> None: ...
     @property
     def table(self) -> Table: ...
     @property

@@ -45,6 +45,7 @@ cdef extern from "blocks/reader_core.h" nogil:
         const Py_ssize_t *starts
         int64_t *results
         int64_t next
+        uint64_t stream_bytes
 
     void kvfs_read_batch(kvfs_read_job *job, kvfs_hits *hits)
     void kvfs_map_batch(const kvfs_table *t, int dirfd, const uint8_t *keys, int64_t n, void **places,
@@ -189,11 +190,13 @@ cdef class Reader:
 
     cdef readonly Table table
     cdef int _dirfd
+    cdef uint64_t _stream_bytes
     cdef kvfs_hits _hits
     cdef bint _ready
 
-    def __init__(self, Table table not None, directory):
+    def __init__(self, Table table not None, directory, uint64_t stream_bytes):
         self.table = table
+        self._stream_bytes = stream_bytes
         self._dirfd = -1
         table.pointer()
         if kvfs_hits_init(&self._hits, limits.CLIENT_UNREPORTED_HITS) < 0:
@@ -240,6 +243,7 @@ cdef class Reader:
         job.vectors = pieces.vectors
         job.starts = pieces.starts
         job.next = 0
+        job.stream_bytes = self._stream_bytes
         if job.n != pieces.blocks:
             raise InvalidRequest(f"{job.n} keys and places for {pieces.blocks}")
         job.results = &few[0]

@@ -127,15 +127,12 @@ static void read_some(struct kvfs_pool_job *shared) {
     }
 }
 
-static int is_large(const struct kvfs_read_job *job) {
-    return job->n > 1 && room_of(job->vectors, job->starts[job->n]) >= KVFS_POOL_BYTES;
-}
-
 /* The i-th block goes into vectors[starts[i]] .. vectors[starts[i + 1] - 1]. */
 void kvfs_read_batch(struct kvfs_read_job *job, struct kvfs_hits *hits) {
+    const uint64_t room = job->n > 1 ? room_of(job->vectors, job->starts[job->n]) : 0;
     job->shared.work = read_some;
-    job->streams = is_large(job);
-    kvfs_pool_run(&job->shared, job->streams);
+    job->streams = room >= job->stream_bytes;
+    kvfs_pool_run(&job->shared, room >= KVFS_POOL_BYTES);
     note_hits(hits, job->keys, job->n, job->results);
 }
 

@@ -28,7 +28,8 @@ struct kvfs_read_job {
     const ssize_t *starts;
     int64_t *results;
     int64_t next;
-    int streams; /* blocks of STREAM_BYTES and more go past the caches: there are more than these hold */
+    uint64_t stream_bytes; /* of so many bytes on a batch goes past the caches: these hold no more */
+    int streams;           /* whether this one does: its blocks of STREAM_BYTES and more */
 };
 
 void kvfs_read_batch(struct kvfs_read_job *job, struct kvfs_hits *hits);
