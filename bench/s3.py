@@ -1,15 +1,12 @@
-"""What is measured at the S3 door: signed requests over 8 connections to one worker, against nginx.
+"""What is measured at the S3 door: signed requests over 8 connections to one worker, against nginx and a bare handler.
 
-Responsibility: one function for each figure. nginx serves the same bytes from a tmpfs of the kind that lies under the
-store, by sendfile, with one worker process; `wrk` sends the requests to both sides, in turns. A request is signed once
-and sent again and again: signatures are verified each time all the same.
-
-The PUT is unsigned payload with CRC64NVME into a bucket with opaque ETags; its baseline is the GET of the same size.
+Responsibility: one function for each figure. For GETs nginx serves the same bytes from a tmpfs of the kind that lies
+under the store, by sendfile, with one worker process. For PUTs `bench.put_handler` receives them into files on such a
+tmpfs. `wrk` sends the requests to both sides, in turns. A request is signed once and sent again and again: signatures
+are verified each time all the same. A PUT is unsigned payload with CRC64NVME into a bucket with opaque ETags.
 
 What the ratios hold beside the servers: `wrk` runs on the same machine, and on two cores its own processor time is part
-of either rate. Against nginx both sides have the same `wrk`. The PUT has another one than its baseline: to send 1 MiB
-took it 330 us of processor time, to receive it 130 to 190 (beside other work); and the bytes of a PUT are copied three
-times where those of a GET by sendfile are copied once. Whatever makes the GET faster lowers the PUT's ratio.
+of either rate, the same of both.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from hmac import digest as hmac_digest
 from pathlib import Path
@@ -50,7 +47,7 @@ TURNS = 5
 WARM_UP_S = 0.3
 ACCESS, SECRET = "KVFSBENCH", "a secret of the benchmark's own"
 BUCKET = "bench"
-SIZES = {"1m": MIB, "4k": 4 * KIB}
+SIZES = {"1m": MIB, "64k": 64 * KIB, "4k": 4 * KIB}
 _RATE = re.compile(r"Requests/sec:\s+([0-9.]+)")
 
 _NGINX = """
@@ -73,9 +70,9 @@ credentials = [{{ access_key = "{access}", secret_key = "{secret}" }}]
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Two servers of the same files."""
+    """The gateway, and what it is compared with."""
 
-    nginx: str
+    other: str
     kvfs: str
     home: Path
 
@@ -88,19 +85,26 @@ def get_4k(seconds: float) -> Result:
     return _get("s3.get_4k", "4k", seconds)
 
 
-def put_1m_crc64(seconds: float) -> Result:
-    """Measure against the GET of the same size."""
-    with _sides() as sides:
-        body = (sides.home / "root" / "1m").read_bytes()
-        checksum = base64.b64encode(crc64nvme(body).to_bytes(8, "big")).decode()
-        put = _request(sides.kvfs, "PUT", "put", {"x-amz-checksum-crc64nvme": checksum})
-        put += ["-s", str(_script(sides.home))]
-        return _compare("s3.put_1m_crc64", put, _request(sides.kvfs, "GET", "1m"), seconds)
+def put_1m(seconds: float) -> Result:
+    return _put("s3.put_1m", "1m", seconds)
+
+
+def put_64k(seconds: float) -> Result:
+    return _put("s3.put_64k", "64k", seconds)
 
 
 def _get(name: str, file: str, seconds: float) -> Result:
-    with _sides() as sides:
-        return _compare(name, _request(sides.kvfs, "GET", file), [f"{sides.nginx}/{file}"], seconds)
+    with _sides(_nginx) as sides:
+        return _compare(name, _request(sides.kvfs, "GET", file), [f"{sides.other}/{file}"], seconds)
+
+
+def _put(name: str, file: str, seconds: float) -> Result:
+    with _sides(_put_handler) as sides:
+        body = sides.home / "root" / file
+        checksum = base64.b64encode(crc64nvme(body.read_bytes()).to_bytes(8, "big")).decode()
+        put = _request(sides.kvfs, "PUT", "put", {"x-amz-checksum-crc64nvme": checksum})
+        script = ["-s", str(_script(sides.home, body))]
+        return _compare(name, [*put, *script], [f"{sides.other}/put", *script], seconds)
 
 
 def _compare(name: str, subject: list[str], baseline: list[str], seconds: float) -> Result:
@@ -153,10 +157,9 @@ def _request(url: str, method: str, key: str, headers: dict[str, str] | None = N
     return [part for line in lines for part in ("-H", line)] + [f"{url}{path}"]
 
 
-def _script(home: Path) -> Path:
+def _script(home: Path, body: Path) -> Path:
     """Write a script that has wrk send the file as a body."""
     script = home / "put.lua"
-    body = home / "root" / "1m"
     script.write_text(
         f'local file = io.open("{body}", "rb")\nwrk.method = "PUT"\nwrk.body = file:read("*all")\nfile:close()\n'
     )
@@ -165,10 +168,9 @@ def _script(home: Path) -> Path:
 
 # --- servers -------------------------------------------------------------------------------------------------
 @contextmanager
-def _sides() -> Iterator[Sides]:
-    for program in ("nginx", "wrk"):
-        if shutil.which(program) is None:
-            raise DeviceMissing(f"{program} is missing: make bench installs it")
+def _sides(serving: Callable[[Path, Path], AbstractContextManager[str]]) -> Iterator[Sides]:
+    """Run the gateway and another server, which `serving` begins with a directory of its own and that of the files."""
+    _need("wrk")
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfs-bench-s3-")))
         home.chmod(0o755)
@@ -176,14 +178,31 @@ def _sides() -> Iterator[Sides]:
         root.chmod(0o755)
         for name, size in SIZES.items():
             (root / name).write_bytes(os.urandom(size))
-        nginx = stack.enter_context(_nginx(home, root))
+        other = stack.enter_context(serving(home, root))
         files = {name: (root / name).read_bytes() for name in SIZES}
         kvfs = stack.enter_context(gateway(home, files))
-        yield Sides(nginx, kvfs, home)
+        yield Sides(other, kvfs, home)
+
+
+def _need(program: str) -> None:
+    if shutil.which(program) is None:
+        raise DeviceMissing(f"{program} is missing: make bench installs it")
+
+
+@contextmanager
+def _put_handler(home: Path, root: Path) -> Iterator[str]:
+    log, command = home / "handler.log", [sys.executable, "-m", "bench.put_handler", str(root)]
+
+    def port(text: str) -> str:
+        return text.partition("port ")[2].strip() if text.endswith("\n") else ""
+
+    with _process(command, {"stdout": log}, port) as found:
+        yield f"http://127.0.0.1:{found}"
 
 
 @contextmanager
 def _nginx(home: Path, root: Path) -> Iterator[str]:
+    _need("nginx")
     [port] = free_ports(1)
     (home / "nginx.conf").write_text(_NGINX.format(home=home, port=port, root=root))
     command = ["nginx", "-c", str(home / "nginx.conf"), "-g", f"user {_user()};"]
