@@ -142,7 +142,7 @@ async def test_changes_beyond_the_bound_are_healed_by_a_manifest(
     tmp_path: Path, server: DirectoryServer
 ) -> None:
     async with directed_machines(tmp_path, 2, server.url) as (first, second):
-        pending = first.cluster._directory._pending  # type: ignore[attr-defined]
+        pending = first.cluster._directory._locations._pending  # type: ignore[attr-defined]
         pending._most = 4
         digests = first.put(range(1, 65))
         await until_located(second, digests, {first.address: 64})

@@ -1,12 +1,11 @@
 """Who has which block: the cluster's directory, as one machine writes and reads it.
 
-Responsibility: beats, the writing of changes behind the store's events, manifests where something may be missing, and
-lookups. What it knows is soft: the holder decides what it has, and the checksum whether bytes are right.
+Responsibility: beats and lookups; `tiers.cluster.locations` writes what this machine has. What it knows is soft: the
+holder decides what it has, and the checksum whether bytes are right.
 
 Invariants:
-- Reporting a change never waits, and no read of a block that is here asks the directory.
-- One task writes, so that a block's changes arrive in their order. A write that failed is followed by a manifest.
-- Nothing is written without the lease of this epoch; a lease that is new is followed by a manifest.
+- No read of a block that is here asks the directory.
+- A lease that is new is followed by a manifest.
 
 Concurrency: the service's trio thread.
 """
@@ -16,30 +15,23 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 import trio
-import trio.lowlevel
 
 from kvfs import limits
-from kvfs._native.shared.table import TIER_DRAM, TIER_NVME
 from kvfs.config.settings import ClusterSettings
 from kvfs.errors import ConfigError, KvfsError, TierUnreachable
-from tiers.cluster.changes import Manifest, PendingChanges
-from tiers.cluster.location_format import decode_holders, encode_changes, encode_places
+from tiers.cluster.location_format import decode_holders, encode_places
+from tiers.cluster.locations import Locations
 from tiers.cluster.membership import Membership
 from tiers.cluster.redis_server import RedisServer
-from tiers.cluster.scripts import BEAT, CHANGE, LOOKUP, MANIFEST, MEMBERS, RELEASE
-from tiers.model.objects import BlockPlaced
+from tiers.cluster.scripts import BEAT, LOOKUP, MEMBERS, RELEASE
 from tiers.store.store import Store
-
-_SERVED = TIER_DRAM | TIER_NVME
-"""Tiers whose blocks other machines are given."""
 
 
 class Directory:
-    """Writes what one store holds, and finds who holds what it lacks."""
+    """Says what one store holds, and finds who holds what it lacks. Implement `Lease`, which its beats extend."""
 
     def __init__(self, settings: ClusterSettings, store: Store) -> None:
         """Raises ConfigError."""
@@ -50,10 +42,7 @@ class Directory:
         except ValueError as error:
             raise ConfigError(f"[cluster] directory: {error}") from None
         self._membership = Membership(store.store_id, settings.advertised, time.time_ns() // 1000)
-        self._pending = PendingChanges()
-        self._manifest: Manifest | None = None
-        self._manifest_wanted = False
-        self._changed = trio.Event()
+        self._locations = Locations(store, self)
         self._beat_wanted = trio.Event()
         self._beaten_connection = 0
         self._lookups = trio.CapacityLimiter(limits.MAX_DIRECTORY_LOOKUPS)
@@ -64,16 +53,15 @@ class Directory:
         connected = trio.CancelScope(shield=True)
         async with trio.open_nursery() as server:
             server.start_soon(self._keep_connected, connected)
-            self._store.block_listeners.append(self._on_placed)
+            self._store.block_listeners.append(self._locations.note)
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._beat)
                     if self._membership.address is not None:
-                        nursery.start_soon(self._write)
-                        nursery.start_soon(self._ask_for_manifests)
+                        nursery.start_soon(self._locations.run)
                     task_status.started()
             finally:
-                self._store.block_listeners.remove(self._on_placed)
+                self._store.block_listeners.remove(self._locations.note)
                 await self._release()
                 connected.cancel()
 
@@ -125,11 +113,11 @@ class Directory:
                 for each in sorted(membership.members.values(), key=lambda each: each.number)
             ],
             "members_count": len(membership.members),
-            "pending": len(self._pending),
-            "lag_s": self._lag_s(),
-            "dropped": self._pending.dropped,
+            "pending": self._locations.waiting,
+            "lag_s": self._locations.lag_s,
+            "dropped": self._locations.dropped,
             **{name: self._counts[name] for name in ("lookups", "failed_lookups", "refused_lookups")},
-            **{name: self._counts[name] for name in ("written", "manifests")},
+            **{name: self._locations.counts[name] for name in ("written", "manifests")},
             **{name: self._server.counts[name] for name in ("connections", "failures", "deadlines")},
         }
 
@@ -160,7 +148,7 @@ class Directory:
         if is_new or (self._membership.is_joined and connection != self._beaten_connection):
             # behind a new connection the server may be another one, or without the last second before its end
             self._beaten_connection = connection
-            self._want_manifest()
+            self._locations.want_manifest()
 
     async def _release(self) -> None:
         if self._membership.is_joined and self._server.is_up:
@@ -173,81 +161,20 @@ class Directory:
                     return
 
     def _report(self) -> dict[str, Any]:
-        trouble = "writes too slowly" if self._lag_s() > limits.DIRECTORY_BEAT_S else ""
+        lag_s = self._locations.lag_s
+        trouble = "writes too slowly" if lag_s > limits.DIRECTORY_BEAT_S else ""
         return {
             "blocks": len(self._store.catalog.blocks),
-            "lag_s": round(self._lag_s(), 3),
+            "lag_s": round(lag_s, 3),
             "trouble": trouble,
         }
 
-    def _lag_s(self) -> float:
-        return self._pending.lag_s(trio.current_time())
+    # --- as the lease of what is written ------------------------------------------------------------------
+    @property
+    def is_held(self) -> bool:
+        return self._membership.is_joined
 
-    def _holds(self, digest: bytes) -> bool:
-        entry = self._store.table.get(digest)
-        return entry is not None and bool(entry.tiers & _SERVED)
-
-    def _on_placed(self, placed: BlockPlaced) -> None:
-        held = bool(placed.after & _SERVED)
-        if held == bool(placed.before & _SERVED) or not self._membership.is_joined:
-            return
-        if held and self._manifest is not None:
-            self._manifest.note((placed.digest,))
-        if not self._pending.note(placed.digest, held, trio.current_time()):
-            self._want_manifest()
-        self._changed.set()
-
-    def _want_manifest(self) -> None:
-        self._manifest_wanted = True
-        self._changed.set()
-
-    async def _ask_for_manifests(self) -> None:
-        while True:
-            await trio.sleep(limits.DIRECTORY_MANIFEST_S)
-            self._want_manifest()
-
-    async def _write(self) -> None:
-        while True:
-            await self._changed.wait()
-            self._changed = trio.Event()
-            await trio.sleep(limits.DIRECTORY_LINGER_S)
-            try:
-                while self._membership.is_joined and (self._manifest_wanted or self._pending):
-                    if self._manifest_wanted:
-                        await self._write_manifest()
-                    await self._write_changes()
-            except (
-                KvfsError
-            ):  # a manifest says what the write would have said, once there is a connection again
-                self._pending.clear()
-                self._manifest_wanted = True
-
-    async def _write_changes(self) -> None:
-        if changes := self._pending.take():
-            await self._call(CHANGE, encode_changes(changes))
-            self._counts["written"] += len(changes)
-
-    async def _write_manifest(self) -> None:
-        """Write all parts of a manifest, and what changes meanwhile. Raises KvfsError."""
-        self._manifest_wanted = False
-        self._manifest = manifest = Manifest()
-        try:
-            placed = self._store.placed_blocks()
-            while some := [each.digest for each in islice(placed, limits.DIRECTORY_BATCH)]:
-                manifest.note(some)
-                await trio.lowlevel.checkpoint()
-            while not manifest.is_sent:
-                part = manifest.take(self._holds)
-                places = encode_places(part.digests)
-                manifest.sent(
-                    part, await self._call(MANIFEST, b"%d" % part.first, b"%d" % part.count, places)
-                )
-                await self._write_changes()
-        finally:
-            self._manifest = None
-        self._counts["manifests"] += 1
-
-    async def _call(self, script: str, *arguments: bytes) -> int:
+    async def write(self, script: str, *arguments: bytes) -> int:
         membership = self._membership
         answer = await self._server.call(script, membership.store_id, b"%d" % membership.epoch, *arguments)
         if not isinstance(answer, int) or answer < 0:
