@@ -131,8 +131,13 @@ def host_and_port(text: str) -> tuple[str, int]:
 
 
 def _redis_url(value: SecretStr) -> SecretStr:
-    if not re.fullmatch(r"(rediss?://([^/\s@]*@)?[^/\s@]+(/\d+)?|unix://\S+)", value.get_secret_value()):
-        raise PydanticCustomError("directory", "must be redis://HOST:PORT/DB, rediss://... or unix:///PATH")
+    cluster = r"rediss?\+cluster://([^/\s@?#]*@)?[^/\s@,?#]+:\d+(,[^/\s@,?#]+:\d+)*/?"
+    server = r"rediss?://([^/\s@]*@)?[^/\s@]+(/\d+)?|unix://\S+"
+    if not re.fullmatch(f"({server}|{cluster})", value.get_secret_value()):
+        raise PydanticCustomError(
+            "directory",
+            "must be redis://HOST:PORT/DB, rediss://..., unix:///PATH or redis+cluster://HOST:PORT,HOST:PORT",
+        )
     return value
 
 

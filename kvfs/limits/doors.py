@@ -173,6 +173,12 @@ DIRECTORY_BACKOFF_S: Final = 0.2
 """How long a server that failed is not asked, doubled with each failure and spread by half."""
 MAX_DIRECTORY_BACKOFF_S: Final = 5.0
 """The longest such pause: a directory that comes back is used again within it."""
+DIRECTORY_PARTS: Final = 8
+"""Of a directory on a Redis Cluster: so many servers can share it. A look-up is a call for each."""
+DIRECTORY_LOOK_S: Final = 30.0
+"""How often the servers of a Redis Cluster are asked which slots they have while all is well."""
+MAX_DIRECTORY_SERVERS: Final = 64
+"""Servers of a Redis Cluster with slots: each has a connection."""
 MAX_DIRECTORY_LOOKUPS: Final = 64
 """Lookups under way at once; further ones are misses."""
 MAX_DIRECTORY_CHANGES: Final = 1 << 16

@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from kvfs import limits
+from tests.support.directory_cluster import ServerCluster, cluster_of_three
 from tests.support.directory_server import (
     DirectoryServer,
     agreed,
@@ -28,6 +29,12 @@ from tiers.cluster.scripts import BEAT
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[DirectoryServer]:
     with directory_server(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture(params=[directory_server, cluster_of_three], ids=["a server", "three servers"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DirectoryServer | ServerCluster]:
+    with request.param(tmp_path / "directory") as running:
         yield running
 
 
@@ -53,9 +60,9 @@ async def until_located(machine: Machine, digests: list[bytes], expected: dict[s
 
 
 async def test_a_block_put_on_one_machine_is_read_on_another_without_a_hint(
-    tmp_path: Path, server: DirectoryServer
+    tmp_path: Path, either: DirectoryServer | ServerCluster
 ) -> None:
-    async with directed_machines(tmp_path, 3, server.url) as (first, second, third):
+    async with directed_machines(tmp_path, 3, either.url) as (first, second, third):
         digests = first.put(range(1, 65))
         await until_located(second, digests, {first.address: 64})
         assert await second.fetch(digests) == 64
@@ -65,9 +72,9 @@ async def test_a_block_put_on_one_machine_is_read_on_another_without_a_hint(
 
 
 async def test_a_request_is_read_from_several_machines_where_each_has_a_part(
-    tmp_path: Path, server: DirectoryServer
+    tmp_path: Path, either: DirectoryServer | ServerCluster
 ) -> None:
-    async with directed_machines(tmp_path, 3, server.url) as (first, second, third):
+    async with directed_machines(tmp_path, 3, either.url) as (first, second, third):
         a, b = first.put(range(1, 5)), second.put(range(5, 9))
         await until_located(third, b, {second.address: 4})
         await until_located(third, a, {first.address: 4})
@@ -85,33 +92,35 @@ async def test_an_evicted_block_is_located_no_more(tmp_path: Path, server: Direc
         assert server.ask("EXISTS kvfs:b:" + digests[0][:2].decode("latin1")) == b":0\r\n"
 
 
-async def test_an_emptied_directory_is_healed_by_manifests(tmp_path: Path, server: DirectoryServer) -> None:
-    async with directed_machines(tmp_path, 3, server.url) as running:
+async def test_an_emptied_directory_is_healed_by_manifests(
+    tmp_path: Path, either: DirectoryServer | ServerCluster
+) -> None:
+    async with directed_machines(tmp_path, 3, either.url) as running:
         first, second, _ = running
         digests = first.put(range(1, 33))
         await until_located(second, digests, {first.address: 32})
-        server.empty()
+        either.empty()
         more = first.put([40])
         await until_located(second, [*digests, *more], {first.address: 33})
         await until(lambda: agreed(running))
 
 
 async def test_a_killed_server_costs_a_miss_and_is_used_again_when_it_is_back(
-    tmp_path: Path, server: DirectoryServer
+    tmp_path: Path, either: DirectoryServer | ServerCluster
 ) -> None:
     wait_s = limits.MAX_REMOTE_MATCH_S
-    async with directed_machines(tmp_path, 2, server.url, match_wait_s=wait_s) as running:
+    async with directed_machines(tmp_path, 2, either.url, match_wait_s=wait_s) as running:
         first, second = running
         digests = first.put(range(1, 9))
         await until_located(second, digests, {first.address: 8})
-        server.kill()
+        either.kill()
         with trio.fail_after(wait_s / 2):
             assert await second.fetch(digests) == 0
         more = first.put([20])  # the local door does not notice
         assert first.read(more[0]) == payload_of(20, 4096)
         await until(lambda: not second.directory()["is_up"])
         assert second.directory()["trouble"]
-        server.start()
+        either.start()
         await until_located(second, [*digests, *more], {first.address: 9})
         assert await second.fetch(digests) == 8
 
@@ -142,7 +151,7 @@ async def test_changes_beyond_the_bound_are_healed_by_a_manifest(
     tmp_path: Path, server: DirectoryServer
 ) -> None:
     async with directed_machines(tmp_path, 2, server.url) as (first, second):
-        pending = first.cluster._directory._locations._pending  # type: ignore[attr-defined]
+        pending = first.cluster._directory._parts[0].locations._pending  # type: ignore[attr-defined]
         pending._most = 4
         digests = first.put(range(1, 65))
         await until_located(second, digests, {first.address: 64})
@@ -163,13 +172,13 @@ async def test_what_a_machine_that_ended_held_is_taken_out_by_anothers_manifest(
 
 
 async def test_a_machine_that_is_refused_reads_by_the_members_of_now(
-    tmp_path: Path, server: DirectoryServer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, either: DirectoryServer | ServerCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with directed_machines(tmp_path, 1, server.url) as (first,):
+    async with directed_machines(tmp_path, 1, either.url) as (first,):
         monkeypatch.setattr(limits, "MAX_CLUSTER_NODES", 1)
         digests = first.put(range(1, 9))
         address = f"127.0.0.9:{own_port()}"
-        async with machine(tmp_path / "late", listen=address, directory=server.url, match_wait_s=1.0) as late:
+        async with machine(tmp_path / "late", listen=address, directory=either.url, match_wait_s=1.0) as late:
             await until(lambda: late.directory()["state"] == "refused")
             await until_located(late, digests, {first.address: 8})
             assert await late.fetch(digests) == 8

@@ -1,8 +1,10 @@
 """Histories of puts, evictions and reads on four machines against a plain model: right bytes or a miss, whatever the
-directory says. Its server is emptied in between."""
+directory says. Its server, or all of them, is emptied in between."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvfs import limits
+from tests.support.directory_cluster import ServerCluster, cluster_of_three
 from tests.support.directory_server import (
     DirectoryServer,
     directed_machines,
@@ -23,7 +26,9 @@ from tests.support.seeds import rounds
 from tests.support.waits import until
 
 COUNT = 4
-BLOCKS = st.integers(1, 12)
+NUMBERS = range(21, 253, 21)
+"""Of blocks in all parts of a directory: their first bytes are these numbers."""
+BLOCKS = st.sampled_from(NUMBERS)
 MACHINES = st.integers(0, COUNT - 1)
 STEPS = st.lists(
     st.one_of(
@@ -39,13 +44,13 @@ STEPS = st.lists(
 
 
 def size_of(number: int) -> int:
-    return number * 5003
+    return number * 239
 
 
 class Model:
     """Which machine has which block; the bytes of a block are the same everywhere."""
 
-    def __init__(self, running: list[Machine], server: DirectoryServer) -> None:
+    def __init__(self, running: list[Machine], server: DirectoryServer | ServerCluster) -> None:
         self.running, self.server = running, server
         self.has: list[set[int]] = [set() for _ in running]
         self.is_agreed = True
@@ -71,7 +76,7 @@ class Model:
 
     async def _agree(self) -> None:
         """Wait until the directory says what the model says: losses heal."""
-        await until_directory_knows(self.running, self.has, range(1, 13))
+        await until_directory_knows(self.running, self.has, NUMBERS)
         self.is_agreed = True
 
     async def _read(self, at: int, numbers: list[int]) -> None:
@@ -92,21 +97,24 @@ class Model:
     def check(self) -> None:
         for machine, has in zip(self.running, self.has, strict=True):
             assert machine.drafts() == 0
-            for number in range(1, 13):
+            for number in NUMBERS:
                 expected = payload_of(number, size_of(number)) if number in has else None
                 assert machine.read(digest_of(number)) == expected
 
 
 @needs_server
+@pytest.mark.parametrize("serving", [directory_server, cluster_of_three], ids=["a server", "three servers"])
 @settings(
     max_examples=rounds(4, 8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(STEPS)
 def test_four_machines_with_a_directory_behave_as_the_model(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, object]]
+    tmp_path_factory: pytest.TempPathFactory,
+    serving: Callable[[Path], AbstractContextManager[DirectoryServer | ServerCluster]],
+    steps: list[tuple[str, int, object]],
 ) -> None:
     async def run(folder: Path) -> None:
-        with directory_server(folder) as server:
+        with serving(folder / "directory") as server:
             async with directed_machines(folder, COUNT, server.url) as running:
                 model = Model(running, server)
                 for what, at, argument in [*steps, ("agree", 0, 1)]:

@@ -32,18 +32,21 @@ needs_server = pytest.mark.skipif(
 class DirectoryServer:
     """Runs the server on one port, which it keeps over its ends."""
 
-    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
+    def __init__(self, folder: Path, host: str = "127.0.0.1", arguments: Sequence[str] = ()) -> None:
         self._folder, self._host, self.port = folder, host, own_port()
+        self._arguments = arguments
         self.url = f"redis://{host}:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it, empty, and wait until it answers."""
         assert PROGRAM is not None
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
             [
                 *(PROGRAM, "--port", str(self.port), "--bind", self._host, "--protected-mode", "no"),
                 *("--save", "", "--appendonly", "no"),
+                *self._arguments,
             ],
             cwd=self._folder,
             stdout=subprocess.DEVNULL,

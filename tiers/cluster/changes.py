@@ -73,19 +73,25 @@ class Part:
 class Manifest:
     """Lists what this machine holds, in the order of the directory's hashes."""
 
-    first: int = 0
+    reach: range = range(BUCKETS // _GROUP)
+    """The first bytes of the places that it lists."""
     _step: int = _FIRST_STEP
+    first: int = field(init=False)
     _groups: list[set[bytes]] = field(default_factory=lambda: [set() for _ in range(BUCKETS // _GROUP)])
+
+    def __post_init__(self) -> None:
+        self.first = self.reach.start * _GROUP
 
     @property
     def is_sent(self) -> bool:
         """Return whether every part was taken."""
-        return self.first >= BUCKETS
+        return self.first >= self.reach.stop * _GROUP
 
     def note(self, digests: Iterable[bytes]) -> None:
         """Take up blocks that may be held when their part is taken."""
         for digest in digests:
-            self._groups[digest[0]].add(digest)
+            if digest[0] in self.reach:
+                self._groups[digest[0]].add(digest)
 
     def take(self, holds: Callable[[bytes], bool]) -> Part:
         """Return the next part: what is held now."""

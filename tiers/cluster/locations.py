@@ -44,10 +44,10 @@ class Lease(Protocol):
 
 
 class Locations:
-    """Writes which blocks one store holds."""
+    """Writes which blocks one store holds, of those whose places begin with some bytes."""
 
-    def __init__(self, store: Store, lease: Lease) -> None:
-        self._store, self._lease = store, lease
+    def __init__(self, store: Store, lease: Lease, first_bytes: range) -> None:
+        self._store, self._lease, self._first_bytes = store, lease, first_bytes
         self._pending = PendingChanges()
         self._manifest: Manifest | None = None
         self._manifest_wanted = False
@@ -59,6 +59,11 @@ class Locations:
     def waiting(self) -> int:
         """Return how many changes wait to be written."""
         return len(self._pending)
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether a manifest is still to be written."""
+        return self._manifest_wanted
 
     @property
     def dropped(self) -> int:
@@ -125,7 +130,7 @@ class Locations:
     async def _write_manifest(self) -> None:
         """Write all parts of a manifest, and what changes meanwhile. Raises KvfsError."""
         self._manifest_wanted = False
-        self._manifest = manifest = Manifest()
+        self._manifest = manifest = Manifest(self._first_bytes)
         try:
             placed = self._store.placed_blocks()
             while some := [each.digest for each in islice(placed, limits.DIRECTORY_BATCH)]:

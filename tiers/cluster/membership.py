@@ -16,6 +16,7 @@ from typing import Any
 
 from kvfs import limits
 from kvfs.errors import ProtocolError
+from tiers.cluster.location_format import NUMBER_BYTES
 
 log = logging.getLogger("kvfs.cluster")
 
@@ -49,6 +50,8 @@ class Membership:
         self.rivals = 0
         self.members: dict[int, Member] = {}
         """By number; this machine among them."""
+        self.number = b""
+        """This machine's in locations, 2 bytes, once it has joined."""
         self.is_overtaken = False
         """Whether a later epoch of this store was seen: only another start asks for the lease again."""
         self._has_joined = False
@@ -80,6 +83,8 @@ class Membership:
             members = {member.number: member for member in map(_member, rows)}
             if standing in _REFUSALS:
                 self._refuse(standing, detail.decode())
+            elif detail:
+                self.number = _checked_number(detail)
         except (ValueError, TypeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"the directory's answer is none to a beat: {error}") from None
         self.members = members
@@ -129,9 +134,16 @@ def _checked(answer: object) -> list[Any]:
     return [standing, detail, rival, *rows]
 
 
+def _checked_number(number: bytes) -> bytes:
+    if len(number) != NUMBER_BYTES:
+        raise ValueError("a number of another length")
+    return number
+
+
 def _member(row: Sequence[bytes]) -> Member:
     store_id, number, epoch, address, report = row
     parsed = json.loads(report or b"{}")
-    if len(number) != 2 or not isinstance(parsed, dict):
+    if not isinstance(parsed, dict):
         raise ValueError("a member's row")
-    return Member(store_id, int.from_bytes(number, "big"), int(epoch), address.decode(), parsed)
+    number_int = int.from_bytes(_checked_number(number), "big")
+    return Member(store_id, number_int, int(epoch), address.decode(), parsed)

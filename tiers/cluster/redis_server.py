@@ -12,23 +12,31 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 import trio
 from coredis.connection import BaseConnection
-from coredis.exceptions import RedisError
+from coredis.exceptions import ClusterDownError, RedisClusterError, RedisError, TryAgainError
 from coredis.pool import ConnectionPool
 
 from kvfs import limits
 from kvfs.errors import DeadlinePassed, KvfsError, TierUnreachable
 from kvfs.system.pauses import Pause
-from tiers.cluster.scripts import ALL
+from tiers.cluster.scripts import ALL, PREFIX
 
 log = logging.getLogger("kvfs.cluster")
 logging.getLogger("coredis").setLevel(logging.CRITICAL)  # it logs each failed connection with a traceback
 
 _FAILURES = (RedisError, OSError, ExceptionGroup, ValueError, trio.BrokenResourceError)
+_MOVED = (RedisClusterError, ClusterDownError, TryAgainError)
+"""The keys are elsewhere, or on their way: the connection is as good as it was."""
+_IS_CLUSTER = "it is one of a Redis Cluster, which is used as redis+cluster://HOST:PORT"
+
+
+class _KeysElsewhere(TierUnreachable):
+    """Says that one script's keys are not on the server, which answers others."""
 
 
 def _pause() -> Pause:
@@ -47,9 +55,10 @@ async def _run_to_end(
 class RedisServer:
     """Calls scripts of one server."""
 
-    def __init__(self, url: str) -> None:
-        """Raises ValueError for a URL that coredis does not take."""
-        parts = urlsplit(url)
+    def __init__(self, url: str, on_lost: Callable[[], None] | None = None) -> None:
+        """`on_lost` is called where other servers of a Redis Cluster may have the keys: they say so, or the connection
+        has ended. Raises ValueError for a URL that coredis does not take."""
+        parts, self._on_lost = urlsplit(url), on_lost
         self.shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         """The URL without user and password."""
         self._pool: ConnectionPool[Any] = ConnectionPool.from_url(
@@ -68,6 +77,10 @@ class RedisServer:
         """Return whether there is a connection."""
         return self._connection is not None
 
+    def connection(self, prefix: bytes) -> object:
+        """Return what stands for the connection over which keys of this prefix are reached, to be compared."""
+        return self._connection
+
     async def run(self) -> None:
         """Keep a connection until cancelled."""
         while True:
@@ -77,20 +90,28 @@ class RedisServer:
                 self._note(str(error.exceptions[0] if isinstance(error, ExceptionGroup) else error))
             finally:
                 self._connection = None
+            if self._on_lost is not None:
+                self._on_lost()
             await trio.sleep(self._pause.failed(trio.current_time()))
 
-    async def call(self, script: str, *arguments: bytes) -> Any:
+    async def call(self, script: str, *arguments: bytes, prefix: bytes = PREFIX) -> Any:
         """Run a script within limits.DIRECTORY_CALL_S. Raises TierUnreachable, DeadlinePassed."""
-        answer = await self._call(script, arguments, limits.DIRECTORY_CALL_S)
+        answer = await self._run_script(script, prefix, arguments, limits.DIRECTORY_CALL_S)
         self._pause.succeeded()
         return answer
 
-    async def look_up(self, script: str, argument: bytes, wait_s: float) -> Any:
+    async def ask(self, command: bytes) -> Any:
+        """Send a command without arguments within limits.DIRECTORY_CALL_S. Raises TierUnreachable, DeadlinePassed."""
+        return await self._request((command,), limits.DIRECTORY_CALL_S)
+
+    async def look_up(self, script: str, argument: bytes, wait_s: float, *, prefix: bytes = PREFIX) -> Any:
         """Run a script that others wait for. Raises TierUnreachable, DeadlinePassed."""
         if not self._lookups.is_over(trio.current_time()):
             raise TierUnreachable("the directory did not answer a moment ago")
         try:
-            answer = await self._call(script, (argument,), wait_s, closes=False)
+            answer = await self._run_script(script, prefix, (argument,), wait_s, closes=False)
+        except _KeysElsewhere:
+            raise
         except KvfsError:
             self._lookups.failed(trio.current_time())
             raise
@@ -127,18 +148,25 @@ class RedisServer:
                 self._note("the connection ended")
             nursery.cancel_scope.cancel()
 
-    async def _call(
-        self, script: str, arguments: tuple[bytes, ...], wait_s: float, *, closes: bool = True
+    async def _run_script(
+        self, script: str, prefix: bytes, arguments: tuple[bytes, ...], wait_s: float, *, closes: bool = True
     ) -> Any:
+        words = (b"EVALSHA", self._digests.get(script, b""), b"1", prefix, *arguments)
+        return await self._request(words, wait_s, closes=closes)
+
+    async def _request(self, words: tuple[bytes, ...], wait_s: float, *, closes: bool = True) -> Any:
         connection = self._connection
         if connection is None:
             raise TierUnreachable(f"the directory is not asked now: {self.trouble}")
         with trio.move_on_after(wait_s):
             try:
-                return await connection.create_request(b"EVALSHA", self._digests[script], b"0", *arguments)
+                return await connection.create_request(*words)
             except _FAILURES as error:
+                if isinstance(error, _MOVED) and self._on_lost is not None:
+                    self._on_lost()
+                    raise _KeysElsewhere(f"the directory's keys are not there now: {error}") from None
                 if self._connection is connection:
-                    self.close(str(error))
+                    self.close(_IS_CLUSTER if isinstance(error, _MOVED) else str(error))
                 raise TierUnreachable(f"the directory failed: {error}") from None
         late = DeadlinePassed(f"no answer of the directory within {wait_s:g} s")
         self.counts["deadlines"] += 1
