@@ -26,6 +26,10 @@ FOUND: Final[dict[str, dict[int, str]]] = {
     "damage": {
         872: "with the index lost, a name of a cache had again what it had: allowed, and forbidden here"
     },
+    "edge records": {
+        920181049: "a slot of a block with the key of a named object was taken over under that name: no start",
+        539436889: "a record of such a block was taken for that object: no start",
+    },
 }
 """Harness -> seeds that found something once -> what that was."""
 

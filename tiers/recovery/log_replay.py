@@ -499,6 +499,7 @@ _NO_SEQUENCE = 1 << 63
 def _key(kind: int, key: bytes, object_id: int) -> StoreKey:
     """Make a store key. Raises Corrupt."""
     known = _KINDS.get(kind)
-    if known is None or (known is Kind.OBJECT and key != object_key(object_id).digest):
+    is_right = any(key[:8]) if known is Kind.BLOCK else key == object_key(object_id).digest
+    if known is None or not is_right:
         raise Corrupt(f"object {object_id} of kind {kind} with key {key.hex()}")
     return StoreKey(known, key)

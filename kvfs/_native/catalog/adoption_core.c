@@ -66,7 +66,8 @@ static uint64_t big_endian(const uint8_t *from) {
 static int names_one_object(const struct kvfs_slot_header *h) {
     if (h->kind != KVFS_KIND_OBJECT && h->kind != KVFS_KIND_BLOCK) return 0;
     if (h->generation & 1) return 0;
-    return h->kind == KVFS_KIND_BLOCK || (big_endian(h->key) == 0 && big_endian(h->key + 8) == h->object_id);
+    const uint64_t high = big_endian(h->key); /* of no block's hash 0: it would be found as the object of that number */
+    return h->kind == KVFS_KIND_BLOCK ? high != 0 : high == 0 && big_endian(h->key + 8) == h->object_id;
 }
 
 static int add_survivor(struct kvfs_adoption *a, uint32_t slot, const struct kvfs_slot_header *h) {

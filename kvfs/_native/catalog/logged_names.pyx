@@ -235,6 +235,13 @@ cdef class LoggedNames:
         return self._there
 
 
+cdef bint is_hash(const uint8_t *key) noexcept:
+    """Return whether a key may be a block's: those of named objects begin with 8 zeros."""
+    cdef uint64_t high
+    memcpy(&high, key, sizeof(high))
+    return high != 0
+
+
 cdef int take_data(RecordRows rows, const Header *h, uint16_t segment, uint64_t offset, uint64_t extent_bytes) except -1:
     """Take an object's only extent in; return 0 where it is not plain."""
     cdef uint64_t units = h.record_bytes // KVFS_RECORD_UNIT
@@ -252,7 +259,7 @@ cdef int take_data(RecordRows rows, const Header *h, uint16_t segment, uint64_t 
         for i in range(KEY_BYTES):
             if h.parent[i]:
                 return 0
-    elif h.kind != KIND_BLOCK:
+    elif h.kind != KIND_BLOCK or not is_hash(h.key):
         return 0
     row = kvfs_records_insert(&rows._r, h.object_id)
     if row == NULL:
