@@ -132,7 +132,7 @@ def host_and_port(text: str) -> tuple[str, int]:
 
 def _redis_url(value: SecretStr) -> SecretStr:
     cluster = r"rediss?\+cluster://([^/\s@?#]*@)?[^/\s@,?#]+:\d+(,[^/\s@,?#]+:\d+)*/?"
-    server = r"rediss?://([^/\s@]*@)?[^/\s@]+(/\d+)?|unix://\S+"
+    server = r"rediss?://([^/\s@?#]*@)?[^/\s@?#]+(/\d+)?|unix://\S+"
     if not re.fullmatch(f"({server}|{cluster})", value.get_secret_value()):
         raise PydanticCustomError(
             "directory",

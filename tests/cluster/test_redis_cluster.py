@@ -10,8 +10,10 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import SecretStr, ValidationError
 
 from kvfs import limits
+from kvfs.config.settings import ClusterSettings
 from kvfs.errors import ProtocolError
 from tests.support.directory_cluster import SERVERS, ServerCluster, cluster_of_three
 from tests.support.directory_server import (
@@ -144,6 +146,43 @@ def test_a_server_that_knows_no_host_of_its_own_is_where_it_was_asked() -> None:
         (0, 99, "10.0.0.1:7000"),
         (100, 16383, "[::1]:7001"),
     ]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h:1/0",
+        "rediss://u:p%3F@h:1/0",
+        "unix:///run/redis",
+        "redis+cluster://h:1",
+        "rediss+cluster://u:p@h:1,[::1]:2/",
+    ],
+)
+def test_a_directory_is_named_by_its_url(url: str, tmp_path: Path) -> None:
+    settings = ClusterSettings(secret_file=tmp_path, directory=SecretStr(url))
+    assert settings.directory is not None
+    assert settings.directory.get_secret_value() == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "h:1",
+        "http://h:1",
+        "redis://",
+        "redis://u:a?b@h:1/0",
+        "redis://u:a#b@h:1/0",
+        "redis+cluster://h",
+        "redis+cluster://h:1,",
+        "redis+cluster://h:1/3",
+        "redis+cluster://u:a?b@h:1",
+    ],
+)
+def test_another_directory_is_refused_and_its_password_not_shown(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="must be redis://HOST:PORT/DB") as refused:
+        ClusterSettings(secret_file=tmp_path, directory=SecretStr(url))
+    assert "a?b" not in str(refused.value)
+    assert "a#b" not in str(refused.value)
 
 
 @needs_server
