@@ -33,7 +33,15 @@ from kvfs.config.credentials import Credential
 from kvfs.config.disk_room import default_nvme_bytes
 from kvfs.config.server_urls import BY_NAME
 from kvfs.config.sizes import format_size, parse_size
-from kvfs.config.url_settings import AskedUrls, ConductorUrl, EngineUrl, EngineUrls, check_engines_once
+from kvfs.config.url_settings import (
+    AskedUrls,
+    ConductorUrl,
+    DirectoryUrl,
+    Endpoint,
+    EngineUrl,
+    EngineUrls,
+    check_engines_once,
+)
 from kvfs.errors import InvalidRequest
 from kvfs.limits import (
     DEFAULT_COLD_BYTES,
@@ -117,28 +125,10 @@ def _bucket_name(name: str) -> str:
     return name
 
 
-def _host_and_port(text: str) -> str:
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535 or (":" in host and not host.startswith("[")):
-        raise PydanticCustomError("endpoint", "must be HOST:PORT, such as 127.0.0.1:9000 or [::]:9000")
-    return text
-
-
 def host_and_port(text: str) -> tuple[str, int]:
     """Split `HOST:PORT` of a valid setting; an empty host means every address."""
     host, _, port = text.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _redis_url(value: SecretStr) -> SecretStr:
-    cluster = r"rediss?\+cluster://([^/\s@?#]*@)?[^/\s@,?#]+:\d+(,[^/\s@,?#]+:\d+)*/?"
-    server = r"rediss?://([^/\s@?#]*@)?[^/\s@?#]+(/\d+)?|unix://\S+"
-    if not re.fullmatch(f"({server}|{cluster})", value.get_secret_value()):
-        raise PydanticCustomError(
-            "directory",
-            "must be redis://HOST:PORT/DB, rediss://..., unix:///PATH or redis+cluster://HOST:PORT,HOST:PORT",
-        )
-    return value
 
 
 Size = Annotated[int, BeforeValidator(_size)]
@@ -308,14 +298,14 @@ class S3Settings(_Section):
     default_bucket: Annotated[str, AfterValidator(_bucket_name)] | None = None
     """The bucket of a host outside the domains that is neither an IP address nor `localhost`. None: path style."""
     credentials: Annotated[tuple[Credential, ...], Field(max_length=MAX_CREDENTIALS)] = ()
-    listen: Annotated[str, AfterValidator(_host_and_port)] | None = None
+    listen: Endpoint | None = None
     """`HOST:PORT` of the S3 endpoint. None: the service starts none."""
     workers: Annotated[int, Field(ge=1, le=MAX_GATEWAY_WORKERS)] = 1
     """Processes that share the port."""
     certificate: AbsolutePath | None = None
     key: AbsolutePath | None = None
     """PEM files; with both, the endpoint serves TLS. SIGHUP reads them, and the credentials, again."""
-    admin: Annotated[str, AfterValidator(_host_and_port)] | None = None
+    admin: Endpoint | None = None
     """`HOST:PORT` of /healthz, /metrics and the page of the first worker; the next ports are the other workers'."""
     opaque_etags: tuple[str, ...] = ()
     """Globs of buckets whose objects get an opaque ETag: MD5 halves the speed of uploads."""
@@ -357,7 +347,7 @@ class EventSettings(_Section):
 class ConductorSettings(_Section):
     """[conductor]: which instance answers which request (docs/conductor.md)."""
 
-    listen: Annotated[str, AfterValidator(_host_and_port)] = "127.0.0.1:9200"
+    listen: Endpoint = "127.0.0.1:9200"
     tokens: Annotated[tuple[SecretStr, ...], Field(max_length=MAX_CONDUCTOR_TOKENS)] = ()
     """Bearer tokens of those who may ask. None: everybody who reaches `listen`, which must be a loopback address."""
     certificate: AbsolutePath | None = None
@@ -420,7 +410,7 @@ class ConductorSettings(_Section):
 class ProxySettings(_Section):
     """[proxy]: the front for clients of OpenAI's interface (docs/proxy.md)."""
 
-    listen: Annotated[str, AfterValidator(_host_and_port)] = "127.0.0.1:8000"
+    listen: Endpoint = "127.0.0.1:8000"
     engines: EngineUrls = ()
     """Engines that prefill and decode, as http://HOST:PORT or https://HOST:PORT; with conduct as dns+http://NAME:PORT,
     too."""
@@ -429,7 +419,7 @@ class ProxySettings(_Section):
     """Engines for one of both."""
     hand_over: HandOver = "store"
     """How a prefilled prompt reaches the decode engine."""
-    bootstraps: dict[EngineUrl, Annotated[str, AfterValidator(_host_and_port)]] = Field(default_factory=dict)
+    bootstraps: dict[EngineUrl, Endpoint] = Field(default_factory=dict)
     """By URL of a prefill engine, its bootstrap server for mooncake and sglang, `:PORT` at its own host. None: there,
     port 8998."""
     tokens: Annotated[tuple[SecretStr, ...], Field(max_length=MAX_PROXY_TOKENS)] = ()
@@ -478,11 +468,9 @@ class ProxySettings(_Section):
 class ClusterSettings(_Section):
     """[cluster]: blocks of other machines (docs/cluster.md)."""
 
-    listen: Annotated[str, AfterValidator(_host_and_port)] | None = None
+    listen: Endpoint | None = None
     """`HOST:PORT` where other machines read this one's blocks. None: they do not."""
-    peers: Annotated[
-        tuple[Annotated[str, AfterValidator(_host_and_port)], ...], Field(max_length=MAX_PEERS)
-    ] = ()
+    peers: Annotated[tuple[Endpoint, ...], Field(max_length=MAX_PEERS)] = ()
     """Machines that are asked for blocks; this one's own address may be among them."""
     secret_file: AbsolutePath | None = None
     """The same bytes on all machines; only the service's user may read the file."""
@@ -497,9 +485,9 @@ class ClusterSettings(_Section):
     """How long the directory, or all peers, may take to say who has what."""
     mount_fetches: bool = False
     """Whether a look-up of a block's path on the mount asks other machines where it is not here."""
-    directory: Annotated[SecretStr, AfterValidator(_redis_url)] | None = None
+    directory: DirectoryUrl | None = None
     """`redis://HOST:PORT/DB` of the server that says who has which block. None: all peers are asked."""
-    address: Annotated[str, AfterValidator(_host_and_port)] | None = None
+    address: Endpoint | None = None
     """`HOST:PORT` under which other machines reach `listen`. None: `listen` itself."""
     conductor: ConductorUrl = ""
     """The URL of the Conductor that orders copies of hot prefixes. Empty: none is asked."""

@@ -1,11 +1,15 @@
-"""Settings that are URLs of engines and Conductors; their errors say what is allowed. Concurrency: pure functions."""
+"""Settings that are addresses, or URLs of engines, Conductors and directories; their errors say what is allowed.
+
+Invariants: no password may end a URL early, so that no message shows a part of it. Concurrency: pure functions.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, SecretStr
 from pydantic_core import PydanticCustomError
 
 from kvfs.config.server_urls import check_asked_url, check_named_once, check_server_url
@@ -24,6 +28,28 @@ def _checked(check: Callable[[str], str]) -> Callable[[str], str]:
     return checked
 
 
+def _host_and_port(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535 or (":" in host and not host.startswith("[")):
+        raise PydanticCustomError("endpoint", "must be HOST:PORT, such as 127.0.0.1:9000 or [::]:9000")
+    return text
+
+
+_SERVER = r"rediss?://([^/\s@?#]*@)?[^/\s@?#]+(/\d+)?|unix://\S+"
+_CLUSTER = r"rediss?\+cluster://([^/\s@?#]*@)?[^/\s@,?#]+:\d+(,[^/\s@,?#]+:\d+)*/?"
+
+
+def _directory_url(value: SecretStr) -> SecretStr:
+    if not re.fullmatch(f"({_SERVER}|{_CLUSTER})", value.get_secret_value()):
+        raise PydanticCustomError(
+            "directory",
+            "must be redis://HOST:PORT/DB, rediss://..., unix:///PATH or redis+cluster://HOST:PORT,HOST:PORT",
+        )
+    return value
+
+
+Endpoint = Annotated[str, AfterValidator(_host_and_port)]
+DirectoryUrl = Annotated[SecretStr, AfterValidator(_directory_url)]
 EngineUrl = Annotated[str, AfterValidator(_checked(check_server_url))]
 ConductorUrl = Annotated[str, AfterValidator(_checked(lambda url: check_server_url(url) if url else ""))]
 AskedUrl = Annotated[str, AfterValidator(_checked(check_asked_url))]
