@@ -13,9 +13,10 @@ import pytest
 from kvfs import limits
 from kvfs._native.remote.stream import FOUND
 from kvfs.errors import ConfigError
+from kvfs.system.topology import rdma_ports
 from tests.rig.nvme_target import RXE, add_rxe
 from tests.support.machines import SECRET, machines, payload_of
-from tiers.remote.connections.fabric import Fabric, load_fabric
+from tiers.remote.connections.fabric import Fabric, load_fabric, near_devices
 from tiers.remote.connections.identity import Identity
 from tiers.remote.link import Want
 from tiers.remote.peer import UcxOpener
@@ -49,6 +50,13 @@ def counted() -> Counter[str]:
     """Return what the device has counted: packets, and what became of those that were lost."""
     counters = (RXE / "ports/1/hw_counters").iterdir()
     return Counter({each.name: int(each.read_text()) for each in counters if each.name != "lifespan"})
+
+
+def test_the_kernel_says_which_ports_there_are() -> None:
+    """One, of software, which is as near to each node as any."""
+    add_rxe()
+    assert [each.name for each in rdma_ports()] == ["rxe0:1"]
+    assert near_devices([0]) == {}
 
 
 async def test_blocks_come_whole_over_rdma(tmp_path: Path, fabric: Fabric) -> None:
