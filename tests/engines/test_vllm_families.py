@@ -16,6 +16,7 @@ from tests.engines.tiny_families import (
     GEMMA_4_LARGE,
     GPT_OSS,
     LLAMA_4,
+    LLAMA_4_FULL,
     MISTRAL,
     WINDOW,
 )
@@ -40,6 +41,7 @@ CASES = {
     "Gemma 4, large": Case(GEMMA_4_LARGE, 64, (Group(), *[Group.of_window(WINDOW, 32, 2)] * 2)),
     "Gemma 4, large, with one cache": Case(GEMMA_4_LARGE, 32, settings={"one_cache": True}),
     "Llama 4": Case(LLAMA_4, 32, (Group(), *[Group.of_chunks(CHUNK, 32)] * 3)),
+    "Llama 4, more full attention": Case(LLAMA_4_FULL, 32, (*[Group()] * 3, Group.of_chunks(CHUNK, 32))),
     "Llama 4 with one cache": Case(LLAMA_4, 32, settings={"one_cache": True}),
 }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +331,14 @@ LLAMA_4 = Family(
         "no_rope_layers": [1, 1, 1, 0],
         "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
         "use_qk_norm": True,
+    },
+)
+LLAMA_4_FULL = replace(  # vLLM makes three groups of its layers of full attention
+    LLAMA_4,
+    config={
+        **LLAMA_4.config,
+        "no_rope_layers": [1, 0, 0, 0],
+        "layer_types": ["chunked_attention"] + ["full_attention"] * 3,
     },
 )
 DEEPSEEK = Family(
