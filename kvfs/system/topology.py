@@ -2,7 +2,8 @@
 kernel says.
 
 Responsibility: values out of sysfs, and which cards are nearest to some nodes. Invariants: a card of which the kernel
-does not say where it is, as of one that is software, is as near as any. Concurrency: reads /sys when it is asked.
+does not say where it is, as of one that is software, is as near as any. Concurrency: reads /sys when it is
+asked, for caches once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -76,6 +78,7 @@ def nearest_ports(
     return [each for each in ports if each in near] if near else list(ports)
 
 
+@cache
 def last_level_cache_bytes(sys: Path = SYS) -> int:
     """Return what the largest cache of the first processor holds; where the kernel does not say, as much as many have.
 

@@ -33,12 +33,12 @@ from kvfs.limits import (
     MAX_WINDOW_TOKENS,
     UNREACHABLE_S,
 )
-from kvfs.namespace_groups import FULL_KINDS, group_in
+from kvfs.namespace_groups import group_in
 from kvfs.namespaces import Namespace
 from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.pool import Member, Options, Pool
 from scheduler.conductor.sources import Knowledge, Place, Sources, Stream, StreamName, Window
-from scheduler.conductor.values import EngineMetrics, Instance, unless_awaited
+from scheduler.conductor.values import EngineMetrics, Instance, first_full, unless_awaited
 
 log = logging.getLogger("kvfs.conductor")
 
@@ -436,7 +436,7 @@ def _check_groups(instance: Instance) -> None:
             f"instance {instance.name!r}: {len(instance.groups)} groups: the limit is {MAX_ENGINE_GROUPS}"
         )
     keyed = group_in(Namespace.from_mapping(instance.namespace))
-    full = next((each for each in instance.groups if each.kind in FULL_KINDS), None)
+    full = first_full(instance.groups)
     if full is not None and keyed is not None and not keyed.is_full:
         raise InvalidRequest(
             f"instance {instance.name!r}: groups: {full.group} is of {full.kind}, but the namespace is of "

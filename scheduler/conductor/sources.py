@@ -24,7 +24,7 @@ from kvfs.errors import LimitExceeded
 from kvfs.events.kv_events import CHUNKS, GPU, STORAGE, group_of_kind
 from kvfs.limits import MAX_BLOCK_PARTS, MAX_BLOCK_SOURCES, MAX_SWEPT_SEGMENTS, SWEEP_STEP_S
 from kvfs.namespace_groups import FULL_KINDS, number_of
-from scheduler.conductor.values import CacheGroup
+from scheduler.conductor.values import CacheGroup, first_full
 
 
 class StreamName(NamedTuple):
@@ -110,7 +110,7 @@ class ModelLayers:
 
     def __post_init__(self) -> None:
         found = {}
-        first = next((each for each in self.groups if each.kind in FULL_KINDS), None)
+        first = first_full(self.groups)
         for each in self.groups:
             is_further = each.kind in FULL_KINDS and each is not first
             number = number_of(each.kind, each.window_tokens, each.layers, is_further=is_further)

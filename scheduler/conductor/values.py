@@ -8,7 +8,7 @@ Concurrency: none; values never change.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, Any, Final, Literal, Protocol
 
 import msgspec
@@ -26,6 +26,7 @@ from kvfs.limits import (
     MAX_URL_BYTES,
     MAX_WINDOW_TOKENS,
 )
+from kvfs.namespace_groups import FULL_KINDS
 from scheduler.conductor.planning.planner import Role
 
 
@@ -60,6 +61,11 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """Which layers it has: `group_layers` of its namespace's `extra`."""
     window_tokens: Annotated[int, _shown(minimum=1, maximum=MAX_WINDOW_TOKENS)] | None = None
     chunk_tokens: Annotated[int, _shown(minimum=1, maximum=MAX_WINDOW_TOKENS)] | None = None
+
+
+def first_full(groups: Iterable[CacheGroup]) -> CacheGroup | None:
+    """Return the group of full attention by whose keys prompts are looked up; None without such layers."""
+    return next((each for each in groups if each.kind in FULL_KINDS), None)
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
