@@ -364,6 +364,7 @@ class Conductor:
                     "stream": str(stream.name),
                     "knowledge": stream.knowledge.value,
                     "epoch": stream.epoch,
+                    "events": stream.events,
                     "silent_s": None if stream.heard_s == float("-inf") else now_s - stream.heard_s,
                     **self._blocks_of(stream),
                 }

@@ -187,6 +187,8 @@ class Stream:
     heard_s: float = float("-inf")
     event_s: float = float("-inf")
     """When its last event came."""
+    events: int = 0
+    """How many have come."""
     owed_s: float = float("inf")
     """Since when an answer needed blocks of which no event has come, nor any other."""
     groups: dict[int, Window] = field(default_factory=dict)

@@ -173,6 +173,10 @@ class Engine:
     def reset(self) -> bool:
         return bool(self._ask({"reset": True})["done"])
 
+    def published_events(self) -> int:
+        """Return how many KV events it has published."""
+        return int(self._ask({"events": True})["published"])
+
     def log(self) -> str:
         return self._log.read_text()
 

@@ -11,6 +11,7 @@ is a request that gets one line in reply:
     {"prompts": [[token id, ...], ...], "max_tokens": int, "kv_transfer_params": {...} or null}
     {"change": float, "rank": int or null}    every layer's norms, in place, by this factor; null: on all ranks
     {"reset": true}                           vLLM's reset_prefix_cache(reset_connector=True)
+    {"events": true}                          how many KV events were published, as {"published": count}
 
 `storage` is handed to vLLM's bundled ExampleConnector, unmodified, as its `shared_storage_path`. `connector` are
 arguments of KVTransferConfig for another one, `events` those of KVEventsConfig. `cache_blocks` makes the KV cache so
@@ -155,6 +156,15 @@ def generate(engine: Any, loaded: list[str], request: dict[str, Any]) -> dict[st
     }
 
 
+def published_events(engine: Any) -> int:
+    """Count the events of all batches, which a thread publishes."""
+    import msgspec
+
+    publisher = engine.llm_engine.engine_core.engine_core.scheduler.kv_event_publisher
+    publisher._event_queue.join()
+    return sum(len(msgspec.msgpack.decode(batch)[1]) for _, batch in publisher._buffer)
+
+
 class Change:
     """Weights that are changed where they are, as a trainer does."""
 
@@ -181,6 +191,8 @@ def answer(engine: Any, loaded: list[str], request: dict[str, Any]) -> dict[str,
         return {"done": engine.apply_model(Change(request["change"], request["rank"]))}
     if "reset" in request:
         return {"done": engine.reset_prefix_cache(reset_connector=True)}
+    if "events" in request:
+        return {"published": published_events(engine)}
     return generate(engine, loaded, request)
 
 

@@ -114,12 +114,16 @@ def _streams(streams: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
     blocks = GaugeMetricFamily(
         "kvfs_conductor_stream_blocks", "Blocks of a stream.", labels=["stream", "medium"]
     )
+    events = CounterMetricFamily(
+        "kvfs_conductor_stream_events", "Events of a stream that were taken.", labels=["stream"]
+    )
     for each in streams:
+        events.add_metric([each["stream"]], each["events"])
         for state in _STREAM:
             known.add_metric([each["stream"], state], float(each["knowledge"] == state))
         for medium, count in each["blocks"].items():
             blocks.add_metric([each["stream"], medium], count)
-    yield from (known, blocks)
+    yield from (known, blocks, events)
 
 
 def _counter(name: str, text: str, value: float) -> Metric:

@@ -133,6 +133,7 @@ class Feed:
         if stream is None:
             return
         stream.heard_s = stream.event_s = self._clock()
+        stream.events += 1
         stream.owed_s = float("inf")
         if stream.knowledge in (Knowledge.UNKNOWN, Knowledge.MUTE):
             stream.knowledge = Knowledge.CURRENT

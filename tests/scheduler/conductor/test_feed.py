@@ -82,6 +82,7 @@ def test_an_engine_s_tokens_are_hashed_anew_and_found_again_by_its_own_hashes() 
     stand.feed.receive(message("engine-a", 3, AllBlocksCleared()))
     assert stand.held(PROMPT) == 0
     assert stand.stream("engine-a")["knowledge"] == "current"
+    assert (stand.stream("engine-a")["events"], stand.stream("node")["events"]) == (4, 0)
 
 
 def test_a_block_in_two_media_of_an_engine_is_there_until_both_have_dropped_it() -> None:
