@@ -334,9 +334,14 @@ async def test_a_slot_that_is_evicted_while_it_is_read_goes_out_as_it_was(
         assert path.read_bytes() == payload_of(1, LARGE)
 
 
+@pytest.mark.parametrize("largest_eager", ["auto", "inf"])
 async def test_small_and_large_blocks_of_a_read_come_in_their_order(
-    tmp_path: Path, opener: UcxOpener
+    tmp_path: Path, largest_eager: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where UCX sends all at once, as over RDMA, so that it finds bytes of a receive that it begins: it ends that
+    within the call, and calls back from there."""
+    monkeypatch.setenv("UCX_RNDV_THRESH", largest_eager)
+    opener = UcxOpener(fabric_or_skip())
     sizes = [LARGE, 5, 16_384, 16_385, 0, PIECE_BYTES, 2 * PIECE_BYTES + 1]
     async with lender(tmp_path) as server:
         digests = [server.put([number], size)[0] for number, size in enumerate(sizes, 1)]
