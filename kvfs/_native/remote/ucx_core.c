@@ -122,7 +122,6 @@ static int wait_for(struct kvfs_fabric *f, int socket, short events, int64_t dea
 static void end(struct kvfs_ucx_place *place, void *request, ucs_status_t status) {
     place->status = status;
     place->request = NULL;
-    place->called_back = 1;
     ucp_request_free(request);
 }
 
@@ -147,7 +146,7 @@ static ucp_request_param_t params_of(const struct kvfs_ucx *u, struct kvfs_ucx_p
 /* Keeps a request, whose callback is still to come. What is done at once has none, or had it within the call: UCX begins a
  * receive, finds that all of its bytes are here, calls back, and returns what is freed by then. */
 static int keep(struct kvfs_ucx_place *place, ucs_status_ptr_t request) {
-    if (place->called_back) return errno_of(place->status);
+    if (place->status != UCS_INPROGRESS) return errno_of(place->status);
     place->status = UCS_PTR_IS_PTR(request) ? UCS_OK : UCS_PTR_RAW_STATUS(request);
     place->request = UCS_PTR_IS_PTR(request) ? request : NULL;
     return errno_of(place->status);
@@ -157,7 +156,7 @@ static int send_some(struct kvfs_ucx *u, struct kvfs_ucx_place *place, const voi
     ucp_request_param_t params = params_of(u, place);
     params.cb.send = sent;
     if (u->peer == NULL || u->abandoned || place->request != NULL) return -EINVAL;
-    place->called_back = 0;
+    place->status = UCS_INPROGRESS;
     return keep(place, ucp_tag_send_nbx(u->peer, data, bytes, tag, &params));
 }
 
@@ -169,7 +168,7 @@ static int receive_some(struct kvfs_ucx *u, struct kvfs_ucx_place *place, void *
     params.cb.recv = received;
     if (u->peer == NULL || u->abandoned || place->request != NULL) return -EINVAL;
     place->bytes = bytes;
-    place->called_back = 0;
+    place->status = UCS_INPROGRESS;
     const int rc = keep(place, ucp_tag_recv_nbx(u->worker, into, bytes, tag, UINT64_MAX, &params));
     return rc == 0 && place->request == NULL && info.length != bytes ? -EPROTO : rc;
 }

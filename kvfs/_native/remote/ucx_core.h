@@ -19,8 +19,7 @@ struct kvfs_ucx_context {
 struct kvfs_ucx_place {
     void *request; /* NULL: nothing is under way */
     size_t bytes;
-    ucs_status_t status; /* of the last piece that was here */
-    int called_back;     /* since that was begun */
+    ucs_status_t status; /* of the last piece that was here; UCS_INPROGRESS while one is begun */
 };
 
 struct kvfs_ucx {
