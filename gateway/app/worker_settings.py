@@ -11,7 +11,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from kvfs.config.credentials import Credential
-from kvfs.config.settings import S3Settings, host_and_port
+from kvfs.config.settings import S3Settings
+from kvfs.config.url_settings import host_and_port
 from kvfs.errors import ConfigError
 
 

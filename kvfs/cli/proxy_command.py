@@ -16,7 +16,8 @@ import typer
 
 from kvfs.cli.lazy import load as load_module
 from kvfs.config.load import load
-from kvfs.config.settings import ConductorSettings, ProxySettings, Settings, host_and_port
+from kvfs.config.settings import ConductorSettings, ProxySettings, Settings
+from kvfs.config.url_settings import host_and_port
 from kvfs.errors import ConfigError
 from kvfs.http.server import Certificate
 from kvfs.system.notify import set_up_logging

@@ -41,6 +41,7 @@ from kvfs.config.url_settings import (
     EngineUrl,
     EngineUrls,
     check_engines_once,
+    host_and_port,
 )
 from kvfs.errors import InvalidRequest
 from kvfs.limits import (
@@ -123,12 +124,6 @@ def _bucket_name(name: str) -> str:
     except InvalidRequest as error:
         raise PydanticCustomError("bucket", "{reason}", {"reason": str(error)}) from None
     return name
-
-
-def host_and_port(text: str) -> tuple[str, int]:
-    """Split `HOST:PORT` of a valid setting; an empty host means every address."""
-    host, _, port = text.rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 Size = Annotated[int, BeforeValidator(_size)]

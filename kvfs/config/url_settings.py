@@ -28,11 +28,17 @@ def _checked(check: Callable[[str], str]) -> Callable[[str], str]:
     return checked
 
 
-def _host_and_port(text: str) -> str:
+def _endpoint(text: str) -> str:
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535 or (":" in host and not host.startswith("[")):
         raise PydanticCustomError("endpoint", "must be HOST:PORT, such as 127.0.0.1:9000 or [::]:9000")
     return text
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """Split `HOST:PORT` of a valid setting; an empty host means every address."""
+    host, _, port = text.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 _SERVER = r"rediss?://([^/\s@?#]*@)?[^/\s@?#]+(/\d+)?|unix://\S+"
@@ -48,7 +54,7 @@ def _directory_url(value: SecretStr) -> SecretStr:
     return value
 
 
-Endpoint = Annotated[str, AfterValidator(_host_and_port)]
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
 DirectoryUrl = Annotated[SecretStr, AfterValidator(_directory_url)]
 EngineUrl = Annotated[str, AfterValidator(_checked(check_server_url))]
 ConductorUrl = Annotated[str, AfterValidator(_checked(lambda url: check_server_url(url) if url else ""))]

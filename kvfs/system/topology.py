@@ -2,8 +2,8 @@
 kernel says.
 
 Responsibility: values out of sysfs, and which cards are nearest to some nodes. Invariants: a card of which the kernel
-does not say where it is, as of one that is software, is as near as any. Concurrency: reads /sys when it is
-asked, for caches once.
+does not say where it is, as of one that is software, is as near as any. Concurrency: reads /sys when it is asked, for
+caches once.
 """
 
 from __future__ import annotations

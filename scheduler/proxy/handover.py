@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvfs import limits
-from kvfs.config.settings import HandOver, host_and_port
+from kvfs.config.settings import HandOver
+from kvfs.config.url_settings import host_and_port
 from kvfs.http.server_place import host_in_url
 from scheduler.proxy.bodies import BadBody, Members, count_prompts, member
 

@@ -13,7 +13,8 @@ from typing import Any
 import trio
 
 from kvfs import limits
-from kvfs.config.settings import ClusterSettings, host_and_port
+from kvfs.config.settings import ClusterSettings
+from kvfs.config.url_settings import host_and_port
 from kvfs.errors import InvalidRequest, Unsupported
 from tiers.model.objects import Bucket
 from tiers.remote.connections.fabric import load_fabric

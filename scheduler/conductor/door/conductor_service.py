@@ -20,7 +20,8 @@ import trio
 
 from kvfs._native.cluster.index import ClusterIndex
 from kvfs.config.server_urls import BY_NAME
-from kvfs.config.settings import ConductorSettings, host_and_port
+from kvfs.config.settings import ConductorSettings
+from kvfs.config.url_settings import host_and_port
 from kvfs.errors import ConfigError, InvalidRequest
 from kvfs.events.sockets import Subscriber
 from kvfs.http.server import Certificate, Server, listen, take_signals
