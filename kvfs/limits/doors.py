@@ -96,8 +96,9 @@ of several groups of layers counts once for each."""
 # --- other machines --------------------------------------------------------------------------------------
 MAX_PEERS: Final = 16
 """Machines that one service asks without a directory, each with streams of its own."""
-MAX_REMOTE_CONNECTIONS: Final = 128
-"""Connections that other machines read over, a thread each: half as many again as MAX_PEERS open."""
+MAX_REMOTE_CONNECTIONS: Final = 256
+"""Connections that other machines read over, a thread each: three times as many as MAX_PEERS open at first, and half as
+many again as they open at most."""
 MAX_REMOTE_GREETINGS: Final = 16
 """Connections whose peer has not proved the secret yet; further ones wait in the backlog."""
 REMOTE_GREETING_S: Final = 2.0
@@ -109,7 +110,16 @@ MAX_CLUSTER_SECRET_BYTES: Final = 4_096
 REMOTE_TLS_KEY_BYTES: Final = 64 * GIB
 """What one key of a TLS session encrypts: AES-GCM's is good for 2^24.5 records (RFC 8446, 5.5), which are 388 GB."""
 REMOTE_STREAMS: Final = 4
-"""Connections to a peer that bytes come over: two meet a 25 GbE link, one more core each."""
+"""Connections to a peer that bytes come over at first: two meet a 25 GbE link, one more core each."""
+MAX_REMOTE_STREAMS: Final = 8
+"""The most that are tried: where each has a rate of its own, as over long distances or through several links."""
+REMOTE_STREAM_WINDOW_BYTES: Final = 128 * MIB
+"""What a rate is measured over, at least: two bursts of reads that are as large as they may be."""
+REMOTE_STREAM_WINDOW_S: Final = 0.1
+"""And how long at least: other work on either end weighs less then."""
+REMOTE_STREAMS_PAUSE_S: Final = 60.0
+"""How long a peer is asked for none beside REMOTE_STREAMS once it took none: others' reads have ended by then, and
+their streams after REMOTE_IDLE_S."""
 MAX_FABRIC_ADDRESS_BYTES: Final = 16_384
 """Where a peer's UCX is, as that says: 70 bytes for each device and protocol, and some. In `ucx_core.h`, too."""
 REMOTE_PROBE_S: Final = 1.0
@@ -119,11 +129,14 @@ REMOTE_WITHOUT_FABRIC_S: Final = 600.0
 connection: each such question takes up to REMOTE_PROBE_S."""
 REMOTE_IDLE_S: Final = 30.0
 """How long a link for bytes is kept that nothing comes over: to open one takes three round trips, and MAX_CLUSTER_NODES
-machines that have read from one would keep twice MAX_REMOTE_CONNECTIONS."""
+machines that have read from one would keep more than MAX_REMOTE_CONNECTIONS."""
 REMOTE_SERVED_IDLE_S: Final = 120.0
 """When the serving end ends such a connection: well after its asker, so that no read is on its way then."""
 REMOTE_READ_BLOCKS: Final = 16
-"""Blocks of one READ: with four streams a batch of 64 is under way at once."""
+"""Blocks of one READ: with REMOTE_STREAMS of them a batch of 64 is under way at once."""
+MAX_REMOTE_READS: Final = 64
+"""READs of one fetch from one machine, as many as have REMOTE_READ_BLOCKS of MAX_FETCH_BLOCKS: each is a task, and one
+of MAX_REMOTE_WAITING."""
 MAX_REMOTE_BYTES: Final = 64 * MIB
 """Bytes asked of one peer and not here yet; what is not urgent waits at half of it. A larger block goes alone."""
 MAX_REMOTE_WAITING: Final = 1_024

@@ -273,6 +273,35 @@ async def test_a_worker_that_is_not_reached_leaves_tcp_for_a_while(
         assert len(re.findall("bytes come over TCP: UCX: [A-Z]", caplog.text)) == 1
 
 
+async def test_a_further_link_to_a_machine_without_ucx_is_as_the_others(
+    tmp_path: Path, opener: UcxOpener
+) -> None:
+    async with machines(tmp_path, 1) as [server]:
+        host, _, port = server.address.rpartition(":")
+        for open_link in (opener, opener.beside):
+            link, _ = await open_link(host, int(port), OWN)
+            assert link.transport == "tcp"
+            assert await read(link, draft(tmp_path)) == (native.ABSENT, None)
+            link.close()
+
+
+async def test_a_further_link_that_there_is_no_room_for_says_nothing_of_ucx(
+    tmp_path: Path, opener: UcxOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_REMOTE_CONNECTIONS", 2)
+    async with lender(tmp_path) as server:
+        host, _, port = server.address.rpartition(":")
+        links = [(await opener(host, int(port), OWN))[0], (await opener.beside(host, int(port), OWN))[0]]
+        with pytest.raises((KvfsError, OSError)):
+            await opener.beside(host, int(port), OWN)
+        links.pop().close()
+        await until(lambda: server.cluster.status()["connections"] == 1)
+        links.append((await opener(host, int(port), OWN))[0])
+        assert [link.transport for link in links] == ["ucx", "ucx"]
+        for link in links:
+            link.close()
+
+
 @pytest.mark.parametrize(
     "said", [taken(13), taken(0), taken(1, magic=1), taken(1, reserved=1), taken(1 << 63), b"y" * 16]
 )

@@ -115,3 +115,20 @@ async def test_too_many_that_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -
             async with readers.queue.entered(1, Urgency(True)):
                 pass
         nursery.cancel_scope.cancel()
+
+
+async def test_as_many_are_let_in_as_the_queue_has_become_wide(nursery: trio.Nursery) -> None:
+    readers = Readers(ReadQueue(2), nursery)
+    for name in "abcdef":
+        await readers.begin(name, 1)
+    assert set(readers.running) == set("ab")
+    readers.queue.resize(4)
+    await trio.testing.wait_all_tasks_blocked()
+    assert set(readers.running) == set("abcd")
+    readers.queue.resize(1)
+    for ended, left in (("a", "bcd"), ("b", "cd"), ("c", "d"), ("d", "e")):
+        await readers.end(ended)
+        assert set(readers.running) == set(left)
+    readers.queue.resize(2)
+    await trio.testing.wait_all_tasks_blocked()
+    assert set(readers.running) == set("ef")

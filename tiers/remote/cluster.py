@@ -51,8 +51,13 @@ class Cluster:
         """Prepare the parts. `numa_nodes`: where DRAM is, if that is known. Raises ConfigError."""
         self._own = own = read_identity(settings, store.store_id)
         fabric = load_fabric(numa_nodes) if settings.transport == "ucx" else None
-        self._match_opener = opener
-        self._opener = opener if fabric is None else UcxOpener(fabric)
+        self._match_opener = self._opener = self._more_opener = opener
+        if fabric is not None:
+            self._opener = ucx = UcxOpener(fabric)
+            self._more_opener = ucx.beside
+        self._short: set[Peer] = set()
+        """Peers with fewer links than they are to have."""
+        self._has_short = trio.Event()
         self._listen, self._store = settings.listen, store
         self._advertised = settings.advertised
         self._directory = directory or NoDirectory()
@@ -74,6 +79,7 @@ class Cluster:
                 for peer in self.peers:
                     nursery.start_soon(peer.run)
                 nursery.start_soon(self._close_idle_links)
+                nursery.start_soon(self._open_more_links)
                 await nursery.start(self._directory.run)
                 await nursery.start(self._tasks.run)
                 if self._has_conductor:
@@ -206,6 +212,14 @@ class Cluster:
             for peer in (*self.peers, *self._members.values()):
                 peer.close_idle()
 
+    async def _open_more_links(self) -> None:
+        async with trio.open_nursery() as nursery:
+            while True:
+                await self._has_short.wait()
+                self._has_short = trio.Event()
+                while self._short:
+                    nursery.start_soon(self._short.pop().open_more)
+
     async def _fetch_located(
         self, bucket: Bucket, digests: Sequence[bytes], holders: Holders, *, uid: int, urgent: bool
     ) -> None:
@@ -250,7 +264,19 @@ class Cluster:
         return found
 
     def _peer(self, address: str) -> Peer:
-        return Peer(address, *host_and_port(address), self._own, self._opener, self._match_opener)
+        return Peer(
+            address,
+            *host_and_port(address),
+            self._own,
+            self._opener,
+            self._match_opener,
+            more_opener=self._more_opener,
+            want_more=self._note_short,
+        )
+
+    def _note_short(self, peer: Peer) -> None:
+        self._short.add(peer)
+        self._has_short.set()
 
 
 def _total(peers: Sequence[dict[str, Any]], name: str) -> int:

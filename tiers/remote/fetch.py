@@ -180,14 +180,14 @@ class Fetcher:
             await self._read_batch(fetch, holders, some[0])
             return
         async with trio.open_nursery() as nursery:
-            for batch in some:
-                nursery.start_soon(self._read_batch, fetch, holders, batch)
+            for number, batch in enumerate(some):
+                first = number % len(holders)
+                order = holders[first:] + holders[:first]
+                nursery.start_soon(self._read_batch, fetch, order, batch)
 
-    async def _read_batch(self, fetch: Fetch, holders: list[Holder], batch: range) -> None:
+    async def _read_batch(self, fetch: Fetch, order: list[Holder], batch: range) -> None:
         """Read blocks from one holder after the other, until all are here or everybody was asked."""
         left = self._left(fetch, batch)
-        first = batch.start // max(len(batch), 1) % len(holders)
-        order = holders[first:] + holders[:first]
         for at, holder in enumerate(order, 1):
             some = [i for i in left if i < len(holder.sizes)]
             if not some or not holder.peer.is_up:
@@ -291,10 +291,23 @@ class Fetcher:
 
 
 def batches(holders: list[Holder]) -> list[range]:
-    """Cut what the holders have into reads that keep every stream busy, of limits.REMOTE_READ_BLOCKS at most."""
-    if not holders:
+    """Cut what the holders have into reads that keep every stream busy: of limits.REMOTE_READ_BLOCKS at most, and of so
+    few bytes that one for each stream may be under way where somebody waits, but for what limits.MAX_REMOTE_READS says.
+    Of others half of the streams are free then, for who waits."""
+    sizes = holders[0].sizes if holders else []
+    if not sizes:
         return []
-    count = len(holders[0].sizes)
-    streams = limits.REMOTE_STREAMS * len(holders)
-    step = max(1, min(limits.REMOTE_READ_BLOCKS, -(-count // streams)))
-    return [range(first, min(first + step, count)) for first in range(0, count, step)]
+    most = min(limits.REMOTE_READ_BLOCKS, -(-len(sizes) // sum(holder.peer.streams for holder in holders)))
+    least = min(limits.REMOTE_READ_BLOCKS, -(-len(sizes) // limits.MAX_REMOTE_READS))
+    most_bytes = limits.MAX_REMOTE_BYTES // max(
+        limits.REMOTE_STREAMS, *(each.peer.streams for each in holders)
+    )
+    cut: list[range] = []
+    first = size_bytes = 0
+    for at, block_bytes in enumerate(sizes):
+        is_full = at - first >= most or size_bytes + block_bytes > most_bytes
+        if is_full and at - first >= least:
+            cut.append(range(first, at))
+            first, size_bytes = at, 0
+        size_bytes += block_bytes
+    return [*cut, range(first, len(sizes))]

@@ -4,8 +4,13 @@ Responsibility: links opened when they are needed, kept, and closed when nothing
 fails is not asked for a while, longer with each failure. Whatever goes wrong with a peer is a count and a line in the
 log that names it, and an exception of one call.
 
-Invariants: at most limits.REMOTE_STREAMS links for bytes and one for MATCH, which waits behind no bytes and is kept. A
-link is idle or one call's. A peer that is this store is never asked. Concurrency: the service's trio thread.
+Invariants:
+- As many links for bytes as bring most, and one for MATCH, which waits behind no bytes and is kept. A link is idle or
+  one call's. A peer that is this store is never asked.
+- Links beyond limits.REMOTE_STREAMS are opened beside reads, none of which waits for one. Where one cannot be had the
+  peer has not failed: bytes come over those that there are.
+
+Concurrency: the service's trio thread.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from kvfs.system.pauses import Pause
 from tiers.remote.connections.connection import Connection
 from tiers.remote.connections.fabric import Fabric, FabricWorker
 from tiers.remote.connections.identity import Identity
+from tiers.remote.connections.stream_count import StreamCount
 from tiers.remote.greeting import connect
 from tiers.remote.hedging import Latencies
 from tiers.remote.link import PeerLink, Read, TcpLink, Want
@@ -78,6 +84,18 @@ class UcxOpener:
             connection.close()
             raise
 
+    async def beside(self, host: str, port: int, own: Identity) -> tuple[PeerLink, bytes]:
+        """Open a further link to a machine. Raises OSError, KvfsError: that there is no room for one, here or there,
+        says nothing of UCX."""
+        if (host, port) in self._without:
+            return await open_tcp(host, port, own)
+        connection, store_id = await connect(host, port, own, FABRIC)
+        try:
+            return TcpLink(connection, await self._fabric.reach(connection)), store_id
+        except BaseException:
+            connection.close()
+            raise
+
     async def _reach(self, connection: Connection, host: str, port: int) -> FabricWorker | None:
         try:
             worker = await self._fabric.reach(connection)
@@ -97,6 +115,10 @@ class UcxOpener:
             log.warning("%s:%d: bytes come over TCP: %s", host, port, why, extra={"cause": host})
 
 
+def _have_no_more(peer: Peer) -> None:
+    """Have a peer read over the links that its reads open."""
+
+
 class Peer:
     """Reads blocks of one machine."""
 
@@ -108,8 +130,12 @@ class Peer:
         own: Identity,
         opener: Opener = open_tcp,
         match_opener: Opener | None = None,
+        *,
+        more_opener: Opener | None = None,
+        want_more: Callable[[Peer], None] = _have_no_more,
     ) -> None:
-        """Open links for bytes by `opener`, that for MATCH by another one if there is one."""
+        """Open links for bytes by `opener`; that for MATCH, and those beyond limits.REMOTE_STREAMS, by others if there
+        are any. `want_more`: calls `open_more`, beside what it is called from."""
         self.address = address
         self.counts: Counter[str] = Counter()
         """See COUNTS."""
@@ -119,8 +145,10 @@ class Peer:
         self.transport = ""
         """That of the last link for bytes."""
         self._host, self._port, self._own, self._opener = host, port, own, opener
-        self._match_opener = match_opener or opener
-        self._queue = ReadQueue(limits.REMOTE_STREAMS)
+        self._match_opener, self._more_opener = match_opener or opener, more_opener or opener
+        self._streams = StreamCount()
+        self._queue = ReadQueue(self.streams)
+        self._want_more, self._is_opening_more, self._no_more_until_s = want_more, False, 0.0
         self._idle: deque[tuple[PeerLink, float]] = deque()
         """Links for bytes and since when nothing comes over them, the latest last: it is used next."""
         self._links: set[PeerLink] = set()
@@ -140,6 +168,15 @@ class Peer:
     def is_up(self) -> bool:
         """Return whether to ask this peer now: not while it is paused after a failure."""
         return not self.is_self and self._pause.is_over(trio.current_time())
+
+    @property
+    def streams(self) -> int:
+        """Return how many links bytes are to come over."""
+        return self._streams.count
+
+    def _is_short(self) -> bool:
+        """Return whether there are to be more links than reads open for themselves."""
+        return limits.REMOTE_STREAMS <= len(self._links) < self.streams
 
     async def run(self) -> None:
         """Open the link for MATCH ahead of its use, and again when a pause after a failure is over, until cancelled."""
@@ -174,14 +211,20 @@ class Peer:
     @asynccontextmanager
     async def link(self, size_bytes: int, urgency: Urgency) -> AsyncIterator[PeerLink]:
         """Wait for a link for so many bytes. Raises KvfsError where there is none, Busy where too many wait."""
+        if len(self._links) > limits.REMOTE_STREAMS:
+            self._drop_ended()
         async with self._queue.entered(size_bytes, urgency):
             self._check_up()
             with self._reporting():
                 link = await self._take()
+            self._streams.began(trio.current_time())
             try:
+                self._ask_for_more()
                 yield link
             finally:
+                self._streams.ended(trio.current_time())
                 self._put_back(link)
+                self._fit()
 
     async def read(
         self, link: PeerLink, namespace: bytes, wants: Sequence[Want], wait_s: float, *, urgent: bool
@@ -196,6 +239,7 @@ class Peer:
         else:
             self._answered()
             self._pause.succeeded()
+            self._streams.brought(sum(read.size_bytes for read in reads if read.status == FOUND))
             if all(read.status == FOUND for read in reads):
                 self.latencies.note(sum(want.room_bytes for want in wants), trio.current_time() - began_s)
         return reads
@@ -240,6 +284,29 @@ class Peer:
         before_s = trio.current_time() - limits.REMOTE_IDLE_S
         while self._idle and self._idle[0][1] <= before_s:
             self._drop(self._idle.popleft()[0])
+        self._fit()
+
+    async def open_more(self) -> None:
+        """Open the links that are missing beyond limits.REMOTE_STREAMS, as long as they can be had."""
+        try:
+            while self._is_short() and self.is_up:
+                link = await self._open(self._more_opener)
+                if link.transport != self.transport:
+                    link.close()
+                    raise TierUnreachable(f"bytes would come by {link.transport}, not {self.transport}")
+                if not (self._is_short() and self.is_up):
+                    link.close()
+                    return
+                self._links.add(link)
+                self._idle.append((link, trio.current_time()))
+                self._fit()
+        except KvfsError as error:
+            log.debug("%s: no link beside %d others: %s", self.address, len(self._links), error)
+            self._no_more_until_s = trio.current_time() + limits.REMOTE_STREAMS_PAUSE_S
+            self._streams.give_up()
+            self._fit()
+        finally:
+            self._is_opening_more = False
 
     def close(self) -> None:
         """Close every link."""
@@ -248,6 +315,7 @@ class Peer:
         self._links.clear()
         self._idle.clear()
         self._match_link = None
+        self._fit()
 
     def status(self) -> dict[str, Any]:
         """Describe the peer, as JSON values."""
@@ -258,6 +326,7 @@ class Peer:
             "is_up": self.is_up,
             "trouble": self.trouble,
             "transport": self.transport,
+            "streams": self.streams,
             "links": len(self._links) + (self._match_link is not None),
             "waiting": len(self._queue),
             **{key: self.counts[key] for key in COUNTS},
@@ -283,6 +352,27 @@ class Peer:
         self.transport = link.transport
         self._links.add(link)
         return link
+
+    def _ask_for_more(self) -> None:
+        """Have links opened that are missing while all of the others are in use."""
+        may_ask = not self._is_opening_more and trio.current_time() >= self._no_more_until_s
+        if self._is_short() and not self._idle and may_ask:
+            self._is_opening_more = True
+            self._want_more(self)
+
+    def _fit(self) -> None:
+        """Let in a read for each of the links that there are to be, as far as reads open them or they are there. Those
+        that are too many are used no more, and closed in time."""
+        at_once = min(self.streams, max(limits.REMOTE_STREAMS, len(self._links)))
+        self._streams.note_there(at_once)
+        self._queue.resize(at_once)
+
+    def _drop_ended(self) -> None:
+        """Drop idle links that the peer has ended: reads are not let in for them, and open none."""
+        for entry in [entry for entry in self._idle if not entry[0].is_usable]:
+            self._idle.remove(entry)
+            self._drop(entry[0])
+        self._fit()
 
     def _put_back(self, link: PeerLink) -> None:
         if link.is_usable and self.is_up and link in self._links:
@@ -333,11 +423,13 @@ class Peer:
             return
         self.counts["deadlines" if isinstance(error, DeadlinePassed) else "failures"] += 1
         self._unanswered_s = 0.0
+        self._streams.end_trial()
         pause_s = self._pause.failed(trio.current_time())
         self.trouble = str(error)
         self._failed.set()
         while self._idle:
             self._drop(self._idle.pop()[0])
+        self._fit()
         is_wrong = isinstance(error, ProtocolError | NotPermitted)
         log.log(
             logging.WARNING if is_wrong else logging.INFO,

@@ -48,7 +48,8 @@ class ReadQueue:
     """Let reads in, `at_once` at a time."""
 
     def __init__(self, at_once: int, most_bytes: int = limits.MAX_REMOTE_BYTES) -> None:
-        self._left, self._most_bytes = at_once, most_bytes
+        self._at_once = self._left = at_once
+        self._most_bytes = most_bytes
         self._bytes = 0
         self._urgent: deque[_Waiting] = deque()
         self._others: deque[_Waiting] = deque()
@@ -82,6 +83,12 @@ class ReadQueue:
                 (self._urgent if urgency.is_urgent else self._others).remove(waiting)
             self._admit()
 
+    def resize(self, at_once: int) -> None:
+        """Let in so many at a time from now on; those that are more end as they would."""
+        self._left += at_once - self._at_once
+        self._at_once = at_once
+        self._admit()
+
     def _raise(self, waiting: _Waiting) -> None:
         if not waiting.admitted.is_set():
             self._others.remove(waiting)
@@ -90,7 +97,11 @@ class ReadQueue:
 
     def _admit(self) -> None:
         for line, most_bytes in ((self._urgent, self._most_bytes), (self._others, self._most_bytes // 2)):
-            while line and self._left and (not self._bytes or self._bytes + line[0].size_bytes <= most_bytes):
+            while (
+                line
+                and self._left > 0
+                and (not self._bytes or self._bytes + line[0].size_bytes <= most_bytes)
+            ):
                 waiting = line.popleft()
                 self._left -= 1
                 self._bytes += waiting.size_bytes

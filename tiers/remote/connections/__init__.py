@@ -1,1 +1,1 @@
-"""Connections between machines while the event loop has them, and what a machine proves over one."""
+"""Connections between machines while the event loop has them, how many, and what a machine proves over one."""
