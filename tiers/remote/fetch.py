@@ -297,11 +297,10 @@ def batches(holders: list[Holder]) -> list[range]:
     sizes = holders[0].sizes if holders else []
     if not sizes:
         return []
-    most = min(limits.REMOTE_READ_BLOCKS, -(-len(sizes) // sum(holder.peer.streams for holder in holders)))
+    streams = [holder.peer.streams for holder in holders]
+    most = min(limits.REMOTE_READ_BLOCKS, -(-len(sizes) // sum(streams)))
     least = min(limits.REMOTE_READ_BLOCKS, -(-len(sizes) // limits.MAX_REMOTE_READS))
-    most_bytes = limits.MAX_REMOTE_BYTES // max(
-        limits.REMOTE_STREAMS, *(each.peer.streams for each in holders)
-    )
+    most_bytes = limits.MAX_REMOTE_BYTES // max(limits.REMOTE_STREAMS, *streams)
     cut: list[range] = []
     first = size_bytes = 0
     for at, block_bytes in enumerate(sizes):

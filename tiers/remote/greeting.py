@@ -38,15 +38,12 @@ async def connect(host: str, port: int, own: Identity, purpose: int = BLOCKS) ->
     """
     with trio.move_on_after(limits.REMOTE_GREETING_S):
         connection = Connection((await trio.open_tcp_stream(host, port)).socket)
-        try:
+        with connection.closed_on_error():
             if own.certificates is not None:
                 await connection.secure(own.certificates.context, serves=False)
             store_id = await _ask(connection, own, purpose)
             connection.give_up_after(limits.REMOTE_SILENCE_S)
             return connection, store_id
-        except BaseException:
-            connection.close()
-            raise
     raise DeadlinePassed(f"no greeting within {limits.REMOTE_GREETING_S:g} s")
 
 
@@ -82,7 +79,7 @@ async def _receive_nonce(peer: Connection, purpose: int) -> bytes:
 async def accept(peer: Connection, own: Identity) -> Hello:
     """Verify who has connected; return the greeting. Raises as `connect`, and FormatMismatch."""
     with trio.move_on_after(limits.REMOTE_GREETING_S):
-        try:
+        with peer.closed_on_error():
             if own.certificates is not None:
                 await peer.secure(own.certificates.context, serves=True)
             hello = decode_hello(await peer.receive_all(HELLO_BYTES))
@@ -92,7 +89,4 @@ async def accept(peer: Connection, own: Identity) -> Hello:
             own.unseen.discard(hello.nonce)
             await peer.send_all(proofs.welcome(own.store_id))
             return hello
-        except BaseException:
-            peer.close()
-            raise
     raise DeadlinePassed(f"no greeting within {limits.REMOTE_GREETING_S:g} s")

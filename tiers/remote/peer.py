@@ -54,11 +54,8 @@ Opener = Callable[[str, int, Identity], Coroutine[Any, Any, tuple[PeerLink, byte
 async def open_tcp(host: str, port: int, own: Identity) -> tuple[PeerLink, bytes]:
     """Open a link over TCP. Raises OSError, KvfsError."""
     connection, store_id = await connect(host, port, own)
-    try:
+    with connection.closed_on_error():
         return TcpLink(connection), store_id
-    except BaseException:
-        connection.close()
-        raise
 
 
 class UcxOpener:
@@ -78,11 +75,8 @@ class UcxOpener:
         except Unsupported as error:
             self._note(host, port, str(error), limits.REMOTE_WITHOUT_FABRIC_S)
             return await open_tcp(host, port, own)
-        try:
+        with connection.closed_on_error():
             return TcpLink(connection, await self._reach(connection, host, port)), store_id
-        except BaseException:
-            connection.close()
-            raise
 
     async def beside(self, host: str, port: int, own: Identity) -> tuple[PeerLink, bytes]:
         """Open a further link to a machine. Raises OSError, KvfsError: that there is no room for one, here or there,
@@ -90,11 +84,8 @@ class UcxOpener:
         if (host, port) in self._without:
             return await open_tcp(host, port, own)
         connection, store_id = await connect(host, port, own, FABRIC)
-        try:
+        with connection.closed_on_error():
             return TcpLink(connection, await self._fabric.reach(connection)), store_id
-        except BaseException:
-            connection.close()
-            raise
 
     async def _reach(self, connection: Connection, host: str, port: int) -> FabricWorker | None:
         try:

@@ -111,12 +111,9 @@ class Serving:
             if hello.purpose == PULLS:
                 nursery.start_soon(self._pulls.serve, connection, hello.store_id, name)
                 return
-            try:
+            with connection.closed_on_error():
                 fabric = await self._offer(connection) if hello.purpose == FABRIC else None
                 number = connection.hand_over(self._server.open, fabric)
-            except BaseException:
-                connection.close()
-                raise
             self._connections[number] = name
         except (KvfsError, OSError) as error:
             self._refused += 1

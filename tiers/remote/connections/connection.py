@@ -9,7 +9,8 @@ never used again. Concurrency: the service's trio thread; one task at a time.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import trio
@@ -68,6 +69,15 @@ class Connection:
         """Take over a socket."""
         self._peer = peer
         self._session: TlsSession | None = None
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close the connection where the block raises or is cancelled; else it is whose the block made it."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     async def secure(self, context: TlsContext, *, serves: bool) -> None:
         """Have both sides show their certificates. Raises OSError, NotPermitted of one that the authority has not

@@ -124,16 +124,8 @@ class StreamCount:
         self._is_filled, self._began_idle = False, self._reads == 0
 
     def _end_stretch(self, now_s: float) -> None:
-        ends_idle = self._reads == 0
-        if self._is_short:
-            pass
-        elif not self._is_filled:
-            self._vain += self._stretch_bytes / _IN_VAIN
-        elif ends_idle is self._began_idle:
-            self._bytes += self._stretch_bytes
-            self._busy_s += now_s - self._since_s
-        else:
-            self._vain += self._stretch_bytes / _IN_VAIN_UNEVEN
+        if not self._is_short:
+            self._count_stretch(now_s)
         self._begin_stretch(now_s)
         window_bytes = limits.REMOTE_STREAM_WINDOW_BYTES
         if self._bytes >= window_bytes and self._busy_s >= limits.REMOTE_STREAM_WINDOW_S:
@@ -142,6 +134,16 @@ class StreamCount:
             self._measured(rate)
         elif self._vain >= window_bytes:
             self.end_trial()
+
+    def _count_stretch(self, now_s: float) -> None:
+        ends_idle = self._reads == 0
+        if not self._is_filled:
+            self._vain += self._stretch_bytes / _IN_VAIN
+        elif ends_idle is self._began_idle:
+            self._bytes += self._stretch_bytes
+            self._busy_s += now_s - self._since_s
+        else:
+            self._vain += self._stretch_bytes / _IN_VAIN_UNEVEN
 
     def _settle(self) -> None:
         """Begin a window anew, with another number."""
