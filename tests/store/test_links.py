@@ -22,7 +22,7 @@ from kvfs.errors import (
 )
 from kvfs.keys import block_name
 from kvfs.limits import MIB
-from tests.fsck.test_fsck import fsck
+from tests.support.checked_stores import fsck
 from tests.support.nvme_stores import DRAM, nvme_of, put, read, running, until_written
 from tests.support.one_store import abandon
 from tests.support.stores import BOUND, BUCKET, CAPACITY_BYTES, SLOTS, small_store
