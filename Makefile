@@ -180,7 +180,9 @@ test-gpu:
 # Native code under sanitizers, out of tree (packaging/sanitized); FUZZ_S seconds for each fuzz target.
 FUZZ_S ?= 20
 # tests/native, and of other rooms what reaches furthest, for its time, into the modules that those leave out.
-ASAN_TESTS := tests/native tests/cuda/test_copies.py tests/cuda/test_driver.py tests/foundation/test_index.py \
+ASAN_TESTS := tests/native tests/cuda/test_copies.py tests/cuda/test_driver.py \
+    tests/foundation/test_index_buckets.py tests/foundation/test_index_file.py tests/foundation/test_index_model.py \
+    tests/foundation/test_index_names.py tests/foundation/test_index_rows.py \
     tests/nvme/test_stored_objects.py tests/recovery/test_edge_records.py tests/remote/test_fabric.py \
     tests/remote/test_rogues.py tests/remote/test_transfer.py tests/sessions/test_native_seals.py
 ASAN_TESTS += tests/client/test_weights.py::test_a_sample_differs_exactly_if_a_line_that_is_read_does
