@@ -364,8 +364,13 @@ MAX_LEARNED_NAMES: Final = 256
 """Names of a directory that is read for its free names: one page of a listing, 2 ms of the event loop."""
 MAX_UNRESOLVED_NAMES: Final = 1 << 18
 """Existing names that the kernel does not cache, kept natively so that all others are known to be free: 30 MB."""
-SPARE_DRAFTS: Final = 16
-"""Empty slots held ready for CREATE while files are being created: a burst that Python takes 4 ms to follow."""
+SPARE_DRAFTS: Final = 256
+"""Empty slots held ready for CREATE where so many files are made without a pause, as of the layers of some chunks: a
+burst that Python takes 60 ms to follow, 11 of them at once where another door asks for a name. As `state.h` has it."""
+SPARE_DRAFTS_AT_ONCE: Final = 16
+"""Those that are held ready at first, and made before Python looks for what else there is to do: 1 ms."""
+DESCRIPTORS_PER_SPARE_DRAFT: Final = 16
+"""Descriptors that the process may have for each spare draft: without passthrough each keeps one open."""
 SLOTS_PER_SPARE_DRAFT: Final = 64
 """Slots of the tier for each spare draft: a tier with few slots keeps them for objects."""
 MAX_OPEN_LISTINGS: Final = 4_096

@@ -5,9 +5,10 @@ used, and abort the rest at the end.
 
 Invariants: a spare has a slot, a nodeid, a file id and a handle, and no bytes; it counts as a slot in use and as
 nobody's draft; the uid that creates a file with it is charged as for any draft, once this thread handles the call.
-There are at most SPARE_DRAFTS of them, and one slot in SLOTS_PER_SPARE_DRAFT, those included that the loop has used and
-nobody is charged for yet; and none while they could lead a uid past its share of the slots: creations are calls then,
-and refused there.
+There are few at first, and twice as many each time that all have run out, until the mount ends: at most SPARE_DRAFTS,
+one slot in SLOTS_PER_SPARE_DRAFT and one descriptor in DESCRIPTORS_PER_SPARE_DRAFT, those included that the loop has
+used and nobody is charged for yet; and none while they could lead a uid past its share of the slots: creations are
+calls then, and refused there.
 
 Concurrency: the service's trio thread; the loop's thread takes spares at any time.
 """
@@ -16,8 +17,10 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import stat
 
+from kvfs import limits
 from kvfs._native.fuse.loop import Call, FuseLoop
 from kvfs.errors import KvfsError
 from mounts.tree.handles import OpenFiles
@@ -35,22 +38,34 @@ class SpareDrafts:
         self._view = view
         self._files = files
         self._made: dict[int, tuple[Extent, int]] = {}
-        self._wanted = 0
+        self._wanted, self._were_all_made = 0, True
         view.store.share_listeners.append(self._withhold)
 
     def wanted(self) -> None:
-        """Begin to keep spares: files are being created."""
-        self._wanted = self._view.store.space.most_spares
+        """Keep spares, or more of them if there are none left: files are being created."""
+        if self._were_all_made and not self._loop.spares:
+            more = max(2 * self._wanted, limits.SPARE_DRAFTS_AT_ONCE)
+            descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            most = min(self._view.store.space.most_spares, descriptors // limits.DESCRIPTORS_PER_SPARE_DRAFT)
+            self._wanted, self._were_all_made = min(more, most), False
 
-    def refill(self) -> None:
-        """Make the spares that are missing, as far as there is room without eviction."""
+    def refill(self) -> bool:
+        """Make spares that are missing, as far as there is room without eviction; return whether some still are."""
         try:
-            # Not `loop.spares`: one that it has used is charged to nobody before `adopt`, and a creator on another
-            # processor uses each as soon as it is there.
-            while len(self._made) < self._wanted and not self._view.store.space.is_share_near:
+            for _ in range(limits.SPARE_DRAFTS_AT_ONCE):
+                if not self._is_short():
+                    break
                 self._add()
         except (KvfsError, OSError) as error:
             log.debug("no spare draft is made: %s", error)
+            return False
+        self._were_all_made |= len(self._made) >= self._wanted
+        return self._is_short()
+
+    def _is_short(self) -> bool:
+        # Not `loop.spares`: one that it has used is charged to nobody before `adopt`, and a creator on another
+        # processor uses each as soon as it is there.
+        return len(self._made) < self._wanted and not self._view.store.space.is_share_near
 
     def _add(self) -> None:
         store, nodes = self._view.store, self._view.nodes

@@ -33,7 +33,7 @@ MIB = 1 << 20
 """No answer takes this long; waiting for longer is a failure."""
 CALLS_CAPACITY = 1024
 """FL_CALLS of the native loop."""
-SPARES = 64
+SPARES = 256
 """FL_SPARES of the native loop."""
 NOREPLACE, EXCHANGE = 1, 2
 TICK_NS = 20_000_000

@@ -18,8 +18,8 @@
 #define FL_PENDING_BITS 14 /* relayed requests in flight: each blocks a thread of some process */
 #define FL_OPEN_RECORDS 65536u
 #define FL_NOTICES 65536u
-#define FL_CALLS 1024u /* more than that are relayed */
-#define FL_SPARES 64u
+#define FL_CALLS 1024u   /* more than that are relayed */
+#define FL_SPARES 256u   /* limits.SPARE_DRAFTS */
 #define FL_EXPECTED 256u /* threads whose look-ups and opens go to the library: limits.MAX_STALE_RETRIES */
 #define FL_LOCKS 65536u  /* held and waited for */
 #define FL_LOCK_FILE_BITS 10
