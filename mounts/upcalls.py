@@ -137,13 +137,13 @@ class CallServer:
 
     async def _serve_burst(self) -> None:
         """Handle calls until there was none for WATCHES looks in succession."""
-        quiet, end_s, is_short = 0, time.perf_counter() + TURN_S, False
+        quiet, end_s, has_more = 0, time.perf_counter() + TURN_S, False
         while quiet < WATCHES:
             self._calls.catch_up(TURN)
             if not self._loop.calls_waiting:
-                is_short = self._spares.refill()
-                self._view.drafts.publisher.publish_ripe(self._calls.is_behind)
-            if self._loop.await_calls(0 if is_short else WATCH_NS) or is_short:
+                has_more = self._spares.refill()
+                has_more |= self._view.drafts.publisher.publish_ripe(self._calls.is_behind)
+            if self._loop.await_calls(0 if has_more else WATCH_NS) or has_more:
                 quiet = 0
                 if time.perf_counter() < end_s:  # a checkpoint first would cost the caller 10 us
                     continue

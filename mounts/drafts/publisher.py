@@ -39,6 +39,9 @@ log = logging.getLogger("kvfs.mount")
 PUBLISH_DELAY_S = 0.001
 """A rename mostly follows close() at once: an object published after the rename needs one name transaction, not two,
 and the writer does not wait for it."""
+PUBLISHED_AT_ONCE = 8
+"""Drafts published before other tasks get their turn: 2 ms. Of a burst of 200 files all at once took 40, and whoever
+came by another door waited for it."""
 LINGER_FIRST_S = 0.0002
 """The closing process still drops its reference when RELEASE arrives: microseconds later it is gone."""
 LINGER_MOST_S = 0.1
@@ -104,22 +107,30 @@ class DraftPublisher:
             await trio.sleep(PUBLISH_DELAY_S)
             self._calls.catch_up()
             self.ripen()
-            self.publish_ripe(lambda: False)
+            await self._publish_all()
+
+    async def _publish_all(self) -> None:
+        while self.publish_ripe(lambda: False):
+            await trio.lowlevel.checkpoint()
 
     def ripen(self) -> None:
         """Note that closed drafts are ready: their writer has begun with its next file, so names will not change."""
         self._ripe.update(self._due)
         self._due.clear()
 
-    def publish_ripe(self, interrupted: Callable[[], bool]) -> None:
-        """Publish ready drafts, while their writer is busy, until `interrupted` says that there is other work."""
+    def publish_ripe(self, interrupted: Callable[[], bool]) -> bool:
+        """Publish PUBLISHED_AT_ONCE ready drafts, while their writer is busy, until `interrupted` says that there is
+        other work; return whether more are ready."""
         if not self._ripe:
-            return
-        while self._ripe and not interrupted():
+            return False
+        for _ in range(PUBLISHED_AT_ONCE):
+            if not self._ripe or interrupted():
+                break
             node, opened = self._ripe.pop(next(iter(self._ripe)))
             if node.draft is opened and opened.closed:
                 self._publish_or_linger(node, opened)
         self._store.maintain()
+        return bool(self._ripe)
 
     async def publish_last(self) -> None:
         """Publish all drafts without a writer: the mount has ended, so that nobody opens them again.
@@ -133,7 +144,7 @@ class DraftPublisher:
                     node.draft.awaited.clear()
                     self.end_writing(node, node.draft)
             self.ripen()
-            self.publish_ripe(lambda: False)
+            await self._publish_all()
 
     def _publish_or_linger(self, node: Node, opened: OpenDraft) -> None:
         if not node.linked:

@@ -122,7 +122,7 @@ async def test_all_are_made_within_one_burst_though_no_call_comes() -> None:
     loop: Any = SimpleNamespace(calls_waiting=False, await_calls=lambda _: False)
     calls: Any = SimpleNamespace(catch_up=lambda _: None, is_behind=lambda: False)
     view: Any = SimpleNamespace(
-        drafts=SimpleNamespace(publisher=SimpleNamespace(publish_ripe=lambda _: None))
+        drafts=SimpleNamespace(publisher=SimpleNamespace(publish_ripe=lambda _: False))
     )
     nothing: Any = None
     spares: Any = SimpleNamespace(refill=refill)
