@@ -122,7 +122,7 @@ test: | $(STAMPS)/system-test $(STAMPS)/dev $(STAMPS)/native
 	@$(MAKE) --jobs 2 checks pytest
 
 checks:
-	@nice -n 19 $(MAKE) --output-sync=recurse lint types imports stubs
+	@chrt --idle 0 $(MAKE) --output-sync=recurse lint types imports stubs
 
 lint: $(STAMPS)/dev annotations
 	$(BIN)/ruff check
