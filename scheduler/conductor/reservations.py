@@ -163,7 +163,7 @@ class Reservations:
         )
         self._next += 1
         pool.planner.commit(found.number, plan, now_s, promised_s=promised_s)
-        self._index.produce(prefill.expected, found.number, made)
+        self._index.produce(prefill.expected, found.number, now_s + decision.prefill.ttft_s, made)
         self._by_id[found.id] = self._by_number[found.number] = found
         for member in {prefill, decode}:
             member.requests += 1

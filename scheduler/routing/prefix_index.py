@@ -5,7 +5,9 @@ mask; a *run* is a stretch of blocks that the same sources hold. Blocks are foun
 so a prefix may be made of runs that lie on different nodes.
 
 Invariants: a block without a holder has no entry. A block that a committed prefill will make is listed from the
-commitment on, with that prefill as its producer until it is done.
+commitment on, with that prefill as its producer until it is done, or until a holder says that it has the block. Of
+several that make one block its producer is the one that was predicted to end first: a long prompt keeps nobody waiting
+for the system prompt that it begins with, where others have made that meanwhile.
 
 Costs: `runs` is one look-up per block of the prefix, whatever the number of nodes.
 
@@ -15,9 +17,11 @@ Concurrency: one thread.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from scheduler.routing.queues import Job
+
+_NOBODY: Final = (None, float("-inf"))
 
 
 class Run(NamedTuple):
@@ -37,7 +41,8 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}
-        self._producers: dict[int, Job] = {}
+        self._producers: dict[int, tuple[Job, float]] = {}
+        """Each with the end that was predicted when it was committed."""
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -51,7 +56,7 @@ class PrefixIndex:
             holders = holders_of(block, 0)
             if not holders:
                 break
-            producer = producer_of(block)
+            producer = producer_of(block, _NOBODY)[0]
             if count and (holders != last_holders or producer is not last_producer):
                 runs.append(Run(last_holders, count, last_producer))
                 count = 0
@@ -67,14 +72,19 @@ class PrefixIndex:
 
     def producer(self, block: int) -> Job | None:
         """Return the prefill that is to make it, while it is not done."""
-        return self._producers.get(block)
+        return self._producers.get(block, _NOBODY)[0]
 
     def add(self, block: int, source: int, producer: Job | None = None) -> None:
         """Add a holder of a block, or one that will hold it once `producer` is done, unless another holds it now."""
         held = self._holders.get(block, 0)
         self._holders[block] = held | 1 << source
-        if producer is not None and not held:
-            self._producers[block] = producer
+        if producer is not None and (not held or producer.finish_s < self._producers.get(block, _NOBODY)[1]):
+            self._producers[block] = producer, producer.finish_s
+
+    def stored(self, block: int, source: int) -> None:
+        """Add a holder that says it has the block: whoever was to make it, it is there."""
+        self.add(block, source)
+        self._producers.pop(block, None)
 
     def invalidate(self, block: int, source: int) -> None:
         """Invalidate a block of a source, which does not hold it any more."""
@@ -88,5 +98,5 @@ class PrefixIndex:
     def produced(self, blocks: Iterable[int], producer: Job) -> None:
         """Note that a producer is done, so that its blocks are there."""
         for block in blocks:
-            if self._producers.get(block) is producer:
+            if self.producer(block) is producer:
                 del self._producers[block]

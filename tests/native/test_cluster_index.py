@@ -21,6 +21,8 @@ KEYS = [number.to_bytes(2, "big") * 8 for number in range(40)]
 HEAP = [random.Random(number).randbytes(16) for number in range(9_000)]
 """More blocks than three segments have room for."""
 
+ENDS_S = (3.0, 1.0, 2.0, 1.0)
+"""When each producer is predicted to end."""
 sources = st.sampled_from(SOURCES)
 prompts = st.lists(st.sampled_from(KEYS), max_size=12)
 parts = st.tuples(st.integers(0, 8_000), st.integers(0, 1_500)).map(lambda at: HEAP[at[0] : at[0] + at[1]])
@@ -44,7 +46,10 @@ class Model:
     def add(self, source: int, hashes: Iterable[bytes], producer: int | None = None) -> None:
         for key in hashes:
             held = self.holders.setdefault(key, set())
-            if producer is not None and not held:
+            before = self.producers.get(key)
+            if producer is None:
+                self.producers.pop(key, None)
+            elif not held or (before is not None and ENDS_S[producer] < ENDS_S[before]):
                 self.producers[key] = producer
             held.add(source)
 
@@ -140,7 +145,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(source=sources, producer=st.integers(0, 3), hashes=blocks)
     def produce(self, source: int, producer: int, hashes: list[bytes]) -> None:
-        assert self.index.produce(source, producer, b"".join(hashes)) == 0
+        assert self.index.produce(source, producer, ENDS_S[producer], b"".join(hashes)) == 0
         self.model.add(source, hashes, producer)
 
     @rule(producer=st.integers(0, 3), hashes=blocks)
@@ -257,9 +262,9 @@ def test_what_a_change_made_of_a_set_is_not_remembered_past_the_clearing_of_one_
     """A block that nobody holds any more has no producer, whatever became of one in the same set before."""
     index = ClusterIndex(1_000)
     one, other = HEAP[0], HEAP[1]
-    index.produce(0, 7, one + other)
+    index.produce(0, 7, 1.0, one + other)
     index.add(1, one)
-    assert index.runs(one) == ((0b11, 1, 7),)
+    assert index.runs(one) == ((0b11, 1, None),)
     index.clear(0)
     index.add(1, other)
     assert index.runs(other) == ((0b10, 1, None),)
@@ -431,7 +436,7 @@ def test_states_alone_go_on_from_the_last_one_that_is_there() -> None:
     index.set_windows(0, [(1, 1, 2, False)], alone=True)
     index.add(1, HEAP[3] + HEAP[7])
     index.add(6, HEAP[2] + HEAP[8])
-    index.produce(7, 4, b"".join(HEAP[:5]))
+    index.produce(7, 4, 1.0, b"".join(HEAP[:5]))
     index.clear(6)
     index.clear(7)
     for _ in range(2):
@@ -440,7 +445,7 @@ def test_states_alone_go_on_from_the_last_one_that_is_there() -> None:
         assert index.match(hashes[: 3 * 16]) == []
         while index.sweep():
             pass
-    index.produce(7, 4, b"".join(HEAP[4:8]))
+    index.produce(7, 4, 1.0, b"".join(HEAP[4:8]))
     assert index.runs(hashes) == ((1, 4, None), (0b10000001, 3, 4), (0b10000001, 1, None))
     index.add(7, b"".join(HEAP[:4]))
     index.clear(1)
@@ -524,7 +529,7 @@ def test_questions_from_other_threads_are_answered_while_blocks_come_and_go() ->
         lambda index: index.add(MAX_SOURCES, bytes(16)),
         lambda index: index.add(0, bytes(15)),
         lambda index: index.add(0, bytes(16), bytes(3)),
-        lambda index: index.produce(0, -1, bytes(16)),
+        lambda index: index.produce(0, -1, 1.0, bytes(16)),
         lambda index: index.holders(bytes(17)),
         lambda index: index.depths(bytes(16), [-1]),
         lambda index: index.depths(bytes(16), [1 << MAX_SOURCES]),

@@ -123,7 +123,7 @@ class Twins:
         blocks = blocks[: self.rng.randint(0, len(blocks))]
         if self.rng.random() < 0.7:
             for block in blocks:
-                self.prefixes.add(block, source)
+                self.prefixes.stored(block, source)
             self.index.add(self.place[source], packed(blocks))
         else:
             for block in blocks:
@@ -158,7 +158,7 @@ class Twins:
         self.router.commit(self.number, choice, self.now_s, promised_s=promised_s)
         for block in blocks:
             self.prefixes.add(block, instance, job)
-        self.index.produce(self.place[instance], self.number, packed(blocks))
+        self.index.produce(self.place[instance], self.number, job.finish_s, packed(blocks))
         self.jobs[self.number] = job, blocks
 
     def start(self) -> None:
@@ -254,7 +254,7 @@ def test_openings_of_queues_that_wait_for_their_blocks_equal_the_python_ones_to_
             blocks = [100_000 + session * 1_000 + n for n in range(60)]
             source = rng.randrange(len(twins.cluster.sources))
             for block in blocks:
-                twins.prefixes.add(block, source)
+                twins.prefixes.stored(block, source)
             twins.index.add(twins.place[source], packed(blocks))
         for _ in range(30):
             for n, at in enumerate(twins.cluster.sources):

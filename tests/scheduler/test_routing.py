@@ -254,6 +254,26 @@ def test_a_producer_is_known_until_it_is_done_or_its_blocks_leave() -> None:
     assert index.runs((1, 2)) == (Run(1, 2, None),)
 
 
+def test_of_several_that_make_a_block_the_one_that_ends_first_is_its_producer() -> None:
+    index = PrefixIndex()
+    long, short, other = (_job(n, service_s=1.0) for n in range(3))
+    long.finish_s, short.finish_s, other.finish_s = 24.0, 3.0, 5.0
+    for block in (1, 2, 3):
+        index.add(block, 0, long)
+    for source, job in ((1, short), (2, other)):
+        for block in (1, 2):
+            index.add(block, source, job)
+    assert index.runs((1, 2, 3)) == (Run(0b111, 2, short), Run(0b001, 1, long))
+    short.finish_s = 30.0  # it is late: what the others were predicted counts, as natively
+    index.add(2, 3, other)
+    assert index.producer(2) is short
+    index.stored(2, 2)
+    index.produced((1,), short)
+    assert index.runs((1, 2, 3)) == (Run(0b111, 1, None), Run(0b1111, 1, None), Run(0b001, 1, long))
+    index.add(1, 3, short)
+    assert index.producer(1) is None, "it is there, and is made once more"
+
+
 # --- queues ----------------------------------------------------------------------------------------------
 def _job(
     number: int, *, service_s: float, arrival_s: float = 0.0, discipline: Discipline = Discipline.FCFS

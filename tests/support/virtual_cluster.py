@@ -142,7 +142,7 @@ class Oracle:
         for block in blocks:
             self._said[n].add(block)
             self._expected[n].discard(block)
-            self._index.add(block, n)
+            self._index.stored(block, n)
 
     def evicted(self, n: int, blocks: Iterable[int]) -> None:
         for block in blocks:

@@ -32,7 +32,7 @@ int kvfs_sets_init(struct kvfs_sets *s) {
     s->transitions = calloc(TRANSITIONS, sizeof *s->transitions);
     s->chunks[0] = calloc(KVFS_SET_CHUNK, sizeof **s->chunks);
     if (!s->heads || !s->transitions || !s->chunks[0]) return -ENOMEM;
-    s->chunks[0]->producer = KVFS_NO_PRODUCER;
+    s->chunks[0]->producer.number = KVFS_NO_PRODUCER;
     s->chunks[0]->refs = 1;
     s->begun = s->words = 1;
     return 0;
@@ -63,7 +63,7 @@ void kvfs_sets_close(struct kvfs_sets *s, uint32_t column) {
 /* --- the sets ----------------------------------------------------------------------------------------------------- */
 /* Of the words that are not 0, so that it stays when more come into use. */
 static uint32_t *head_of(const struct kvfs_sets *s, const struct kvfs_set *wanted) {
-    uint64_t hash = (uint64_t)wanted->producer * 0x9e3779b97f4a7c15ull;
+    uint64_t hash = (uint64_t)wanted->producer.number * 0x9e3779b97f4a7c15ull;
     for (uint32_t i = 0; i < s->words; i++) {
         if (wanted->words[i]) {
             hash = (hash ^ wanted->words[i] ^ i) * 0xff51afd7ed558ccdull;
@@ -74,7 +74,7 @@ static uint32_t *head_of(const struct kvfs_sets *s, const struct kvfs_set *wante
 }
 
 static int is_same(const struct kvfs_sets *s, const struct kvfs_set *a, const struct kvfs_set *b) {
-    return a->producer == b->producer && memcmp(a->words, b->words, s->words * sizeof *a->words) == 0;
+    return a->producer.number == b->producer.number && memcmp(a->words, b->words, s->words * sizeof *a->words) == 0;
 }
 
 /* The number of a set that is free, or -ENOMEM. */
@@ -126,31 +126,33 @@ void kvfs_sets_release(struct kvfs_sets *s, uint32_t set) {
 /* --- changes ------------------------------------------------------------------------------------------------------ */
 /* Writes what a set becomes; whether somebody is in it. */
 static int apply(const struct kvfs_sets *s, const struct kvfs_set *from, enum kvfs_set_change change, uint32_t column,
-                 int64_t producer, struct kvfs_set *to) {
+                 struct kvfs_producer producer, struct kvfs_set *to) {
     uint64_t before = 0, after = 0;
     memset(to, 0, sizeof *to);
     for (uint32_t i = 0; i < s->words; i++) before |= to->words[i] = from->words[i] & s->live[i];
-    to->producer = before ? from->producer : KVFS_NO_PRODUCER;
+    to->producer = from->producer;
+    if (!before || change == KVFS_SET_ADD) to->producer.number = KVFS_NO_PRODUCER;
+    const int is_awaited = to->producer.number != KVFS_NO_PRODUCER;
     if (change == KVFS_SET_ADD || change == KVFS_SET_PRODUCE)
         to->words[column / 64] |= 1ull << column % 64;
     else if (change == KVFS_SET_REMOVE)
         to->words[column / 64] &= ~(1ull << column % 64);
-    if (change == KVFS_SET_PRODUCE && !before)
+    if (change == KVFS_SET_PRODUCE && (!before || (is_awaited && producer.ends_s < to->producer.ends_s)))
         to->producer = producer;
-    else if (change == KVFS_SET_PRODUCED && to->producer == producer)
-        to->producer = KVFS_NO_PRODUCER;
+    else if (change == KVFS_SET_PRODUCED && to->producer.number == producer.number)
+        to->producer.number = KVFS_NO_PRODUCER;
     for (uint32_t i = 0; i < s->words; i++) after |= to->words[i];
     return after != 0;
 }
 
 static int64_t compute(struct kvfs_sets *s, uint32_t from, enum kvfs_set_change change, uint32_t column,
-                       int64_t producer) {
+                       struct kvfs_producer producer) {
     struct kvfs_set to;
     return apply(s, kvfs_set_at(s, from), change, column, producer, &to) ? intern(s, &to) : 0;
 }
 
 int64_t kvfs_sets_change(struct kvfs_sets *s, uint32_t from, enum kvfs_set_change change, uint32_t column,
-                         int64_t producer) {
+                         struct kvfs_producer producer) {
     if (change > KVFS_SET_SWEEP) return compute(s, from, change, column, producer);
     const uint32_t wanted = column << 2 | (change + 1);
     struct kvfs_transition *t = &s->transitions[(from * 0x9e3779b1u ^ wanted * 0x85ebca6bu) >> 8 & (TRANSITIONS - 1)];

@@ -10,19 +10,25 @@
 #define KVFS_SET_CHUNKS 1024u
 #define KVFS_NO_PRODUCER (-1)
 
+/* A prefill that is to make blocks, and when it is predicted to end. */
+struct kvfs_producer {
+    int64_t number; /* or KVFS_NO_PRODUCER */
+    double ends_s;
+};
+
 /* Bit c of the words: the source of column c holds the block. `chain` links sets of one hash, and free ones. */
 struct kvfs_set {
     uint64_t words[KVFS_SET_WORDS];
-    int64_t producer; /* the prefill that is to make the block, or KVFS_NO_PRODUCER */
+    struct kvfs_producer producer; /* of the prefills that are to make the block the one that ends first */
     uint32_t refs, generation, chain;
 };
 
 /* What a change makes of a set. A block's producer ends with its last holder. */
 enum kvfs_set_change {
-    KVFS_SET_ADD,      /* this column holds it */
+    KVFS_SET_ADD,      /* this column holds it: whoever was to make it, it is there */
     KVFS_SET_REMOVE,   /* this column does not */
     KVFS_SET_SWEEP,    /* columns that are not live are left out */
-    KVFS_SET_PRODUCE,  /* this column will hold it, once this prefill is done, unless one holds it now */
+    KVFS_SET_PRODUCE,  /* this column will hold it, once this prefill is done */
     KVFS_SET_PRODUCED, /* this prefill is done */
 };
 
@@ -47,7 +53,7 @@ void kvfs_sets_close(struct kvfs_sets *s, uint32_t column);
 
 /* What a change makes of a set, with a reference to it: 0 for the set of nobody, or -ENOMEM. */
 int64_t kvfs_sets_change(struct kvfs_sets *s, uint32_t set, enum kvfs_set_change change, uint32_t column,
-                         int64_t producer);
+                         struct kvfs_producer producer);
 void kvfs_sets_release(struct kvfs_sets *s, uint32_t set);
 
 static inline struct kvfs_set *kvfs_set_at(const struct kvfs_sets *s, uint32_t set) {

@@ -31,6 +31,9 @@ cdef extern from "cluster/holder_sets.h" nogil:
     enum:
         KVFS_NO_PRODUCER
         KVFS_COLUMNS
+    struct kvfs_producer:
+        int64_t number
+        double ends_s
 
 cdef extern from "cluster/index_core.h" nogil:
     enum:
@@ -50,7 +53,7 @@ cdef extern from "cluster/index_core.h" nogil:
         uint32_t is_alone
     kvfs_cluster *kvfs_cluster_new(uint64_t max_blocks, uint64_t seed)
     void kvfs_cluster_free(kvfs_cluster *c)
-    int64_t kvfs_cluster_change(kvfs_cluster *c, kvfs_set_change change, uint32_t source, int64_t producer,
+    int64_t kvfs_cluster_change(kvfs_cluster *c, kvfs_set_change change, uint32_t source, kvfs_producer producer,
                                 const uint8_t *hashes, size_t count)
     void kvfs_cluster_clear(kvfs_cluster *c, uint32_t source)
     void kvfs_cluster_sweep(kvfs_cluster *c, uint64_t segments)
@@ -117,7 +120,7 @@ cdef int write_mask(object mask, uint64_t *words) except -1:
 
 
 cdef int64_t change_part(
-    ClusterIndex index, kvfs_set_change change, uint32_t source, int64_t producer, const uint8_t *at, size_t count
+    ClusterIndex index, kvfs_set_change change, uint32_t source, kvfs_producer producer, const uint8_t *at, size_t count
 ) noexcept nogil:
     kvfs_lock(&index._mutex)
     cdef int64_t result = kvfs_cluster_change(index._c, change, source, producer, at, count)
@@ -125,7 +128,9 @@ cdef int64_t change_part(
     return result
 
 
-cdef int64_t change(ClusterIndex index, kvfs_set_change change, uint32_t source, int64_t producer, hashes) except -1:
+cdef int64_t change(
+    ClusterIndex index, kvfs_set_change change, uint32_t source, kvfs_producer producer, hashes
+) except -1:
     cdef Py_buffer view
     cdef size_t count = open_hashes(hashes, &view)
     cdef const uint8_t *at = <const uint8_t *>view.buf
@@ -199,21 +204,21 @@ cdef class ClusterIndex:
             held = kvfs_cluster_holds(self._c, source, before)
             kvfs_unlock(&self._mutex)
             self.detached += 0 if held else memoryview(hashes).nbytes // KVFS_CLUSTER_HASH_BYTES
-        return change(self, KVFS_SET_ADD, source, KVFS_NO_PRODUCER, hashes)
+        return change(self, KVFS_SET_ADD, source, kvfs_producer(KVFS_NO_PRODUCER, 0.0), hashes)
 
     def remove(self, uint64_t source, hashes):
         check_source(source)
-        return change(self, KVFS_SET_REMOVE, source, KVFS_NO_PRODUCER, hashes)
+        return change(self, KVFS_SET_REMOVE, source, kvfs_producer(KVFS_NO_PRODUCER, 0.0), hashes)
 
-    def produce(self, uint64_t source, int64_t producer, hashes):
+    def produce(self, uint64_t source, int64_t producer, double ends_s, hashes):
         check_source(source)
         if producer < 0:
             raise InvalidRequest(f"producer {producer}: must not be negative")
-        return change(self, KVFS_SET_PRODUCE, source, producer, hashes)
+        return change(self, KVFS_SET_PRODUCE, source, kvfs_producer(producer, ends_s), hashes)
 
     def produced(self, int64_t producer, hashes):
         if producer >= 0:
-            change(self, KVFS_SET_PRODUCED, 0, producer, hashes)
+            change(self, KVFS_SET_PRODUCED, 0, kvfs_producer(producer, 0.0), hashes)
 
     def clear(self, uint64_t source):
         check_source(source)

@@ -239,7 +239,7 @@ static void replace_by_nobody(struct kvfs_cluster *c, struct kvfs_place at) {
 
 /* Give the block at a place the set that a change makes of its own. Whether there was room. */
 static int change_held(struct kvfs_cluster *c, struct kvfs_place at, enum kvfs_set_change change, uint32_t column,
-                       int64_t producer) {
+                       struct kvfs_producer producer) {
     const uint32_t from = at.line->sets[at.way];
     const int64_t to = kvfs_sets_change(&c->sets, from, change, column, producer);
     if (to < 0 && change != KVFS_SET_ADD && change != KVFS_SET_PRODUCE) replace_by_nobody(c, at);
@@ -251,7 +251,7 @@ static int change_held(struct kvfs_cluster *c, struct kvfs_place at, enum kvfs_s
 
 /* Add a block that nobody holds. Whether there was room. */
 static int insert(struct kvfs_cluster *c, const uint8_t *key, enum kvfs_set_change change, uint32_t column,
-                  int64_t producer) {
+                  struct kvfs_producer producer) {
     const uint64_t hash = hash_of(c, key);
     if (c->count >= c->max_blocks) return 0;
     while (segment_of(c, hash)->count >= KVFS_SEGMENT_FULL)
@@ -266,15 +266,15 @@ static int insert(struct kvfs_cluster *c, const uint8_t *key, enum kvfs_set_chan
 
 /* Whether there was room. */
 static int change_one(struct kvfs_cluster *c, const uint8_t *key, enum kvfs_set_change change, uint32_t column,
-                      int64_t producer) {
+                      struct kvfs_producer producer) {
     const struct kvfs_place found = find(c, key);
     if (found.line) return change_held(c, found, change, column, producer);
     if (change == KVFS_SET_ADD || change == KVFS_SET_PRODUCE) return insert(c, key, change, column, producer);
     return 1;
 }
 
-int64_t kvfs_cluster_change(struct kvfs_cluster *c, enum kvfs_set_change change, uint32_t source, int64_t producer,
-                            const uint8_t *hashes, size_t count) {
+int64_t kvfs_cluster_change(struct kvfs_cluster *c, enum kvfs_set_change change, uint32_t source,
+                            struct kvfs_producer producer, const uint8_t *hashes, size_t count) {
     const int adds = change == KVFS_SET_ADD || change == KVFS_SET_PRODUCE;
     const uint32_t column = adds ? column_for(c, source) : c->column_of[source];
     const uint64_t before = column == NO_COLUMN ? 0 : c->held[column];
@@ -311,7 +311,7 @@ static void sweep_segment(struct kvfs_cluster *c, struct kvfs_segment *segment) 
         const struct kvfs_place at = {&segment->lines[i / KVFS_WAYS], i % KVFS_WAYS};
         const uint32_t set = at.line->sets[at.way];
         if (set && is_stale(&c->sets, kvfs_set_at(&c->sets, set)))
-            change_held(c, at, KVFS_SET_SWEEP, 0, KVFS_NO_PRODUCER);
+            change_held(c, at, KVFS_SET_SWEEP, 0, (struct kvfs_producer){KVFS_NO_PRODUCER, 0.0});
     }
 }
 
@@ -401,7 +401,7 @@ static int find_holders(const struct walk *walk, struct kvfs_run *run) {
     uint64_t any = 0;
     translate(walk->index, set->words, run->holders);
     for (uint32_t i = 0; i < KVFS_CLUSTER_MASK_WORDS; i++) any |= run->holders[i];
-    run->producer = any ? set->producer : KVFS_NO_PRODUCER;
+    run->producer = any ? set->producer.number : KVFS_NO_PRODUCER;
     return any != 0;
 }
 

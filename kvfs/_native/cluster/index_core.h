@@ -47,8 +47,8 @@ struct kvfs_cluster *kvfs_cluster_new(uint64_t max_blocks, uint64_t seed);
 void kvfs_cluster_free(struct kvfs_cluster *c);
 
 /* How many blocks there was no room for, or how many of those to be removed the source held. */
-int64_t kvfs_cluster_change(struct kvfs_cluster *c, enum kvfs_set_change change, uint32_t source, int64_t producer,
-                            const uint8_t *hashes, size_t count);
+int64_t kvfs_cluster_change(struct kvfs_cluster *c, enum kvfs_set_change change, uint32_t source,
+                            struct kvfs_producer producer, const uint8_t *hashes, size_t count);
 void kvfs_cluster_clear(struct kvfs_cluster *c, uint32_t source);
 void kvfs_cluster_sweep(struct kvfs_cluster *c, uint64_t segments);
 int kvfs_cluster_is_swept(const struct kvfs_cluster *c);
