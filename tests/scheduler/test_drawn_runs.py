@@ -40,15 +40,18 @@ def test_long_sessions_come_close_to_one_pooled_cache(load: float) -> None:
 @pytest.mark.parametrize("load", [0.5, 0.7])
 def test_stationary_chats_come_close_to_one_pooled_cache(load: float) -> None:
     """Once all chats have begun; a chat that goes elsewhere has to be loaded, which the pooled cache need not."""
-    ratios = []
     for seed in range(SEED, SEED + TRACES):
-        trace = long_chats(seed, 1200)
-        pooled = Pooled(trace, 1500, NODES, warm_up=600)
+        pooled = Pooled(long_chats(seed, 1200), 1500, NODES, warm_up=600)
         speed = pooled.speed(load)
-        found_s = mean_ttft_s(trace, "default", prefill=NODES, cache_blocks=1500, speed=speed, warm_up=600)
-        ratios.append(found_s / pooled.ttft_s(speed))
-    print(f"load {load}: {sorted(ratios)} of the pooled cache")
-    assert max(ratios) <= 1.5
+        found_s = mean_ttft_s(
+            pooled.trace, "default", prefill=NODES, cache_blocks=1500, speed=speed, warm_up=600
+        )
+        of_pooled, of_loading = found_s / pooled.ttft_s(speed), found_s / pooled.loading_ttft_s(speed)
+        print(
+            f"seed {seed}, load {load}: {of_pooled:.3f} of the pooled cache, {of_loading:.3f} with its loads"
+        )
+        assert of_pooled <= 1.5
+        assert of_loading <= 1.25
 
 
 @pytest.mark.seeded

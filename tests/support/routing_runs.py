@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
@@ -67,12 +68,15 @@ def drawn(seed: int) -> Run:
 
 
 class Pooled:
-    """A trace over instances with one cache together and one queue, first come first served; the first `warm_up`
-    requests are in no figure."""
+    """A trace over instances with one cache together and one queue, first come first served.
+
+    The first `warm_up` requests are in no figure. In `trace` they come as much more slowly as their load is greater:
+    caches are empty at first, and what follows would wait for their backlog.
+    """
 
     def __init__(self, trace: list[Request], cache_blocks: int, prefill: int, *, warm_up: int = 0) -> None:
         cache = BlockLru(cache_blocks * prefill)
-        self._trace, self._prefill, self._warm_up = trace, prefill, warm_up
+        self._prefill, self._warm_up = prefill, warm_up
         self._cached: list[int] = []
         """How many blocks of each prompt are."""
         for request in trace:
@@ -84,18 +88,20 @@ class Pooled:
                 cache.use(block)
             list(cache.evict())
         self._took_s = [_prefill_s(*each) for each in zip(trace, self._cached, strict=True)]
+        share = sum(self._took_s[:warm_up]) / sum(self._took_s[warm_up:])
+        self.trace = _retimed(trace, warm_up, share) if warm_up else trace
 
     def speed(self, load: float) -> float:
         """Return the factor on the rate of arrivals that makes this load."""
-        begin_s = self._trace[self._warm_up].arrival_s if self._warm_up else 0.0
+        begin_s = self.trace[self._warm_up].arrival_s if self._warm_up else 0.0
         return (
-            load * self._prefill * (self._trace[-1].arrival_s - begin_s) / sum(self._took_s[self._warm_up :])
+            load * self._prefill * (self.trace[-1].arrival_s - begin_s) / sum(self._took_s[self._warm_up :])
         )
 
     def ttft_s(self, speed: float) -> float:
         """Return the mean TTFT."""
         free_at_s, ttft_s = [0.0] * self._prefill, []
-        for request, took_s in zip(self._trace, self._took_s, strict=True):
+        for request, took_s in zip(self.trace, self._took_s, strict=True):
             at_s = request.arrival_s / speed
             done_s = max(at_s, heapq.heappop(free_at_s)) + took_s
             heapq.heappush(free_at_s, done_s)
@@ -108,7 +114,7 @@ class Pooled:
         being made, or with what is made."""
         free_at_s, ttft_s = [0.0] * self._prefill, list[float]()
         places, made_s = dict[int, int](), dict[int, float]()
-        for request, most in zip(self._trace, self._cached, strict=True):
+        for request, most in zip(self.trace, self._cached, strict=True):
             at_s, blocks = request.arrival_s / speed, request.blocks
             made = next((n for n, block in enumerate(blocks[:most]) if made_s[block] > at_s), most)
             ends: list[tuple[float, int, int]] = []
@@ -126,6 +132,20 @@ class Pooled:
             made_s.update(dict.fromkeys(blocks[most:], end_s))
             ttft_s.append(end_s - at_s)
         return fmean(ttft_s[self._warm_up :])
+
+
+def _retimed(trace: list[Request], warm_up: int, share: float) -> list[Request]:
+    """Return a trace whose first requests take this share of the time that the others take."""
+    begin_s = trace[warm_up].arrival_s
+    first_s = share * (trace[-1].arrival_s - begin_s)
+    return [
+        replace(
+            each,
+            arrival_s=first_s
+            + (each.arrival_s - begin_s) * (first_s / begin_s if each.arrival_s < begin_s else 1.0),
+        )
+        for each in trace
+    ]
 
 
 def _prefill_s(request: Request, cached_blocks: int) -> float:
