@@ -75,14 +75,16 @@ class PrefixIndex:
         return self._producers.get(block, _NOBODY)[0]
 
     def add(self, block: int, source: int, producer: Job | None = None) -> None:
-        """Add a holder of a block, or one that will hold it once `producer` is done, unless another holds it now."""
+        """Add a holder of a block, or one that will hold it once `producer` is done: of several the one that ends first
+        is its producer, and none where it is held already. Without one whoever makes it stays its producer, as for a
+        copy that is on its way."""
         held = self._holders.get(block, 0)
         self._holders[block] = held | 1 << source
         if producer is not None and (not held or producer.finish_s < self._producers.get(block, _NOBODY)[1]):
             self._producers[block] = producer, producer.finish_s
 
     def stored(self, block: int, source: int) -> None:
-        """Add a holder that says it has the block: whoever was to make it, it is there."""
+        """Add a holder that says it has the block: whoever was to make it, it is there; natively `ClusterIndex.add`."""
         self.add(block, source)
         self._producers.pop(block, None)
 

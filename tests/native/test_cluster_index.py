@@ -530,6 +530,7 @@ def test_questions_from_other_threads_are_answered_while_blocks_come_and_go() ->
         lambda index: index.add(0, bytes(15)),
         lambda index: index.add(0, bytes(16), bytes(3)),
         lambda index: index.produce(0, -1, 1.0, bytes(16)),
+        lambda index: index.produce(0, 1, float("nan"), bytes(16)),
         lambda index: index.holders(bytes(17)),
         lambda index: index.depths(bytes(16), [-1]),
         lambda index: index.depths(bytes(16), [1 << MAX_SOURCES]),

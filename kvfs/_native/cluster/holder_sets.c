@@ -5,7 +5,8 @@
  * source has one, and another one after it was cleared; columns that are not live count for nobody.
  *
  * Invariants:
- * - Two sets that differ in number differ in their words or their producer. Set 0 is empty, and always there.
+ * - Two sets that differ in number differ in their words or their producer. Set 0 is empty, and always there. A
+ *   producer's number has one end, so ends are not compared.
  * - `refs` is the number of blocks that refer to a set, and of callers that are about to. Without any it is free, and
  *   its generation goes up: a transition that was remembered is believed only while both generations are as they were.
  * - Transitions depend on the live columns; when one closes, none is kept.

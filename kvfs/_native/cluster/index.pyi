@@ -72,8 +72,8 @@ class ClusterIndex:
     # --- what is under way --------------------------------------------------------------------------------
     def produce(self, source: int, producer: int, ends_s: float, hashes: Buffer) -> int:
         """Note that a prefill of this number, from 0 on, is to make these blocks in a source, and when it is predicted
-        to end. Of several that make a block its producer is the one that ends first; blocks that a source holds already
-        have none, but gain this source. Return how many there was no room for."""
+        to end, the same for all of a number. Of several that make a block its producer is the one that ends first;
+        blocks that a source holds already have none, but gain this source. Return how many there was no room for."""
 
     def produced(self, producer: int, hashes: Buffer) -> None:
         """Note that a prefill is done: of these blocks, those that it was to make are there."""

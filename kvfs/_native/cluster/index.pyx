@@ -8,6 +8,7 @@ the GIL. Of changes of many blocks it is held for LONG_HASHES each, and those ar
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.math cimport isnan
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy
@@ -214,6 +215,8 @@ cdef class ClusterIndex:
         check_source(source)
         if producer < 0:
             raise InvalidRequest(f"producer {producer}: must not be negative")
+        if isnan(ends_s):
+            raise InvalidRequest(f"producer {producer}: must end at a time, not {ends_s}")
         return change(self, KVFS_SET_PRODUCE, source, kvfs_producer(producer, ends_s), hashes)
 
     def produced(self, int64_t producer, hashes):
