@@ -19,7 +19,7 @@ from scheduler.routing.cluster import Cluster
 from scheduler.routing.cost import CostModel
 from scheduler.routing.decisions import Load, PrefillCandidate, Prompt
 from scheduler.routing.prefix_index import Run
-from scheduler.routing.queues import Job, start_s
+from scheduler.routing.queues import Job, start_s, wait_added_s
 
 TRANSFER_THRESHOLD = 1.3
 """In algorithm 1 of the Mooncake paper, a remote prefix is worth a transfer when it is this many times as long."""
@@ -262,7 +262,7 @@ def _best_cut(view: View, n: int) -> PrefillCandidate:
         place = queue.place(rank, prefill_s, now_s + cut.ready_s, openings)
         queue_s = start_s(openings[place], prefill_s, now_s + cut.ready_s) - now_s
         begin_s = queue_s if queue_s > cut.ready_s else cut.ready_s
-        delay_s = (len(openings) - 1 - place) * (begin_s - queue_s + prefill_s)
+        delay_s = wait_added_s(openings, place, prefill_s, now_s + cut.ready_s)
         score = cost_to_all(begin_s + prefill_s + delay_s, prefill_s, cut.load_s)
         if score <= best_score:
             best, best_score = (cut, queue_s, prefill_s, rank, delay_s), score

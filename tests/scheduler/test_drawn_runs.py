@@ -12,7 +12,10 @@ from typing import Final
 
 import pytest
 
+from scheduler.routing.queues import Discipline
 from scheduler.routing.replication import taker
+from scheduler.simulation.options import Options
+from scheduler.simulation.simulate import simulate
 from tests.support.routing_runs import Pooled, drawn, mean_ttft_s, measure, summary
 from tests.support.seeds import SEED, rounds
 from tests.support.trace_families import FAMILIES, long_agents, long_chats
@@ -52,6 +55,21 @@ def test_stationary_chats_come_close_to_one_pooled_cache(load: float) -> None:
         )
         assert of_pooled <= 1.5
         assert of_loading <= 1.25
+
+
+@pytest.mark.seeded
+def test_the_length_aware_queue_makes_no_context_again_and_again() -> None:
+    """Prompts that wait for a producer in a long queue are passed, and cost those behind them little."""
+    for seed in range(SEED, SEED + TRACES):
+        pooled = Pooled(long_agents(seed, 600), 1500, NODES, warm_up=200)
+        took_s: list[float] = []
+        for discipline in (Discipline.FCFS, Discipline.LENGTH_AWARE):
+            options = Options(
+                prefill=NODES, cache_blocks=1500, speed=pooled.speed(1.0), discipline=discipline
+            )
+            took_s.append(sum(record.prefill_s for record in simulate(pooled.trace, options).records))
+        print(f"seed {seed}: {took_s[1] / took_s[0]:.3f} of the prefill of first come, first served")
+        assert took_s[1] <= 1.15 * took_s[0]
 
 
 @pytest.mark.seeded

@@ -17,7 +17,7 @@ from scheduler.routing.cluster import Cluster, uniform_cluster
 from scheduler.routing.decisions import Action, Decision, PrefillCandidate, Prompt
 from scheduler.routing.policies import COMPUTE_WEIGHT, LOAD_WEIGHT, POLICIES
 from scheduler.routing.prefix_index import PrefixIndex, Run
-from scheduler.routing.queues import AGEING, Discipline, Job, PrefillQueue, start_s
+from scheduler.routing.queues import AGEING, Discipline, Job, PrefillQueue, start_s, wait_added_s
 from scheduler.routing.route import route
 from tests.support import golden_routing
 from tests.support.clusters import COSTS, Scene, scenes
@@ -120,12 +120,12 @@ def test_the_default_is_no_worse_than_every_single_way(question: Scene) -> None:
     found = route(*question)
     local = {c.instance: c for c in route(*question, policy="local").considered}
     for candidate in found.considered:
-        plain = local[candidate.instance]
-        if question.cluster.prefill[candidate.instance].queue.discipline is Discipline.FCFS:
-            behind = candidate.delay_s / (candidate.ttft_s - candidate.queue_s)
-            delay_s = behind * (plain.ttft_s - plain.queue_s)
-            score = plain.ttft_s + delay_s + COMPUTE_WEIGHT * plain.prefill_s
-            assert candidate.score <= score + 1e-9
+        plain, instance = local[candidate.instance], question.cluster.prefill[candidate.instance]
+        openings = instance.queue.openings(instance.free_s(question.now_s))
+        ready_s = question.now_s + plain.ready_s
+        place = instance.queue.place(plain.rank, plain.prefill_s, ready_s, openings)
+        delay_s = wait_added_s(openings, place, plain.prefill_s, ready_s)
+        assert candidate.score <= plain.ttft_s + delay_s + COMPUTE_WEIGHT * plain.prefill_s + 1e-9
 
 
 def test_golden_decisions() -> None:
@@ -214,6 +214,22 @@ def test_a_prefix_that_is_being_made_elsewhere_is_waited_for_or_made_again() -> 
     late = decide(5_120, Run(0b01, 9, producer), cluster=cluster)
     assert late.prefill is not None
     assert (late.prefill.instance, late.prefill.after) == (1, ())
+
+
+def test_a_prompt_waits_for_a_late_producer_where_those_behind_it_need_not() -> None:
+    """Its blocks are there after 30 s, and take longer to make again. Ten jobs of 1 s pass it meanwhile."""
+    cluster = uniform_cluster(2, 0, network_bytes_s=87e9, discipline=Discipline.LENGTH_AWARE)
+    producer = _job(0, service_s=10.0)
+    producer.finish_s = 30.0
+    cluster.prefill[0].draining = True
+    for number in range(1, 11):
+        cluster.prefill[1].queue.add(_job(number, service_s=1.0, discipline=Discipline.LENGTH_AWARE), 0.0)
+    [found] = decide(90_000, Run(0b01, 175, producer), cluster=cluster).considered
+    assert found.after == (producer,)
+    assert found.delay_s == 0.0
+    assert 10.0 + 2 * COSTS.prefill_s(90_000, 0) > found.score, (
+        "what it costs to make them again, behind the ten"
+    )
 
 
 # --- the index -------------------------------------------------------------------------------------------
@@ -375,6 +391,24 @@ def test_an_opening_is_the_service_of_what_goes_first(arrivals: list[tuple[float
     ahead_s = sum(job.service_s for job in queue.jobs() if job.rank <= rank)
     assert start_s(openings[place], 1.0, 0.0) == pytest.approx(100.0 + ahead_s)
     assert len(openings) - 1 - place == sum(job.rank > rank for job in queue.jobs())
+
+
+@given(loads, st.floats(0.01, 30), st.floats(0, 100), st.sampled_from(Discipline))
+def test_the_waiting_that_a_job_adds_is_how_much_later_those_behind_it_end(
+    arrivals: list[tuple[float, float]], service_s: float, ready_s: float, discipline: Discipline
+) -> None:
+    """Nobody else waits for blocks; the job was deferred, so it has some behind it in both orders."""
+    queue = PrefillQueue(discipline)
+    for number, (arrival_s, each_s) in enumerate(arrivals):
+        queue.add(_job(number, service_s=each_s, arrival_s=arrival_s, discipline=discipline), 100.0)
+    job = _job(99, service_s=service_s, arrival_s=50.0, discipline=discipline)
+    job.loaded_s = 100.0 + ready_s
+    openings = queue.openings(100.0)
+    place = queue.place(job.rank, service_s, job.loaded_s, openings)
+    behind, before_s = queue.jobs()[place:], [each.finish_s for each in queue.jobs()[place:]]
+    queue.add(job, 100.0)
+    later_s = sum(each.finish_s - end_s for each, end_s in zip(behind, before_s, strict=True))
+    assert wait_added_s(openings, place, service_s, job.loaded_s) == pytest.approx(later_s, abs=1e-6)
 
 
 jobs_that_wait = st.lists(st.tuples(st.floats(0, 20), st.floats(0.01, 10)), max_size=8)

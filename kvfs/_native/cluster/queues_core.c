@@ -300,6 +300,13 @@ uint32_t kvfs_queue_place(const struct kvfs_jobs *jobs, const struct kvfs_prefil
     return place;
 }
 
+double kvfs_wait_added_s(const struct kvfs_opening *at_place, uint32_t behind, double service_s, double ready_s) {
+    const double begin_s = kvfs_later(kvfs_start_s(at_place, service_s, ready_s), ready_s);
+    for (; behind && at_place[1].free_s <= begin_s; behind--) at_place++;
+    const double still_s = kvfs_later(begin_s - kvfs_start_s(at_place, service_s, ready_s), 0.0);
+    return (double)behind * (still_s + service_s);
+}
+
 static void pop(struct kvfs_prefill *prefill, uint32_t place) {
     prefill->count--;
     memmove(&prefill->jobs[place], &prefill->jobs[place + 1], (prefill->count - place) * sizeof *prefill->jobs);

@@ -82,4 +82,7 @@ static inline double kvfs_start_s(const struct kvfs_opening *opening, double ser
     return start_s + service_s <= opening->held_s ? opening->free_s : opening->later_s;
 }
 
+/* The waiting that a job which takes this place adds to all those behind it, of which there are `behind`. */
+double kvfs_wait_added_s(const struct kvfs_opening *at_place, uint32_t behind, double service_s, double ready_s);
+
 #endif

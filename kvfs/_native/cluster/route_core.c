@@ -182,11 +182,12 @@ static void weigh_cut(const struct kvfs_router *r, const struct kvfs_prompt *p, 
                       struct kvfs_prefill_candidate *best) {
     const struct kvfs_prefill *prefill = &r->prefill[best->instance];
     const double rank = kvfs_queue_rank(prefill, p->arrival_s, cut->prefill_s);
-    const uint32_t place = kvfs_queue_place(&r->jobs, prefill, rank, cut->prefill_s, p->now_s + cut->ready_s,
-                                            r->openings.at);
-    const double queue_s = kvfs_start_s(&r->openings.at[place], cut->prefill_s, p->now_s + cut->ready_s) - p->now_s;
+    const double ready_s = p->now_s + cut->ready_s;
+    const uint32_t place = kvfs_queue_place(&r->jobs, prefill, rank, cut->prefill_s, ready_s, r->openings.at);
+    const struct kvfs_opening *opening = &r->openings.at[place];
+    const double queue_s = kvfs_start_s(opening, cut->prefill_s, ready_s) - p->now_s;
     const double begin_s = queue_s > cut->ready_s ? queue_s : cut->ready_s;
-    const double delay_s = (double)(prefill->count - place) * (begin_s - queue_s + cut->prefill_s);
+    const double delay_s = kvfs_wait_added_s(opening, prefill->count - place, cut->prefill_s, ready_s);
     const double score = begin_s + cut->prefill_s + delay_s + COMPUTE_WEIGHT * cut->prefill_s +
                          LOAD_WEIGHT * cut->load_s;
     if (score <= best->score)
