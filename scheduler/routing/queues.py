@@ -253,8 +253,9 @@ def start_s(opening: Opening, service_s: float, ready_s: float) -> float:
 def wait_added_s(openings: list[Opening], place: int, service_s: float, ready_s: float) -> float:
     """Return the waiting that a job which takes this place adds to all those behind it.
 
-    What ends before it begins is not held up. The others wait for its service, and for as long as the instance stands
-    still for its blocks.
+    What is predicted to end before it begins is not held up. The others wait for its service, and for as long as the
+    instance stands still for its blocks. One that waits for blocks itself counts as ended where the instance is free
+    for what is behind it: left out is how that wait and this job's fall together.
     """
     last = len(openings) - 1
     begin_s = max(start_s(openings[place], service_s, ready_s), ready_s)

@@ -227,9 +227,8 @@ def test_a_prompt_waits_for_a_late_producer_where_those_behind_it_need_not() -> 
     [found] = decide(90_000, Run(0b01, 175, producer), cluster=cluster).considered
     assert found.after == (producer,)
     assert found.delay_s == 0.0
-    assert 10.0 + 2 * COSTS.prefill_s(90_000, 0) > found.score, (
-        "what it costs to make them again, behind the ten"
-    )
+    made_again_s = 10.0 + 2 * COSTS.prefill_s(90_000, 0)  # behind the ten
+    assert found.score < made_again_s
 
 
 # --- the index -------------------------------------------------------------------------------------------
@@ -409,6 +408,16 @@ def test_the_waiting_that_a_job_adds_is_how_much_later_those_behind_it_end(
     queue.add(job, 100.0)
     later_s = sum(each.finish_s - end_s for each, end_s in zip(behind, before_s, strict=True))
     assert wait_added_s(openings, place, service_s, job.loaded_s) == pytest.approx(later_s, abs=1e-6)
+
+
+def test_the_waiting_that_a_job_adds_where_others_hold_it_up() -> None:
+    """Openings are (free, held, later, slack): who ends by `held` goes at `free`, who does not at `later`."""
+    inf = float("inf")
+    later = [(0.0, 5.0, 12.0, inf), (1.0, 5.0, 12.0, inf), (20.0, inf, 20.0, inf), (21.0, inf, 21.0, inf)]
+    assert wait_added_s(later, 0, 8.0, 0.0) == 16.0, "it begins at 12, and one has ended by then"
+    held = [(0.0, inf, 0.0, inf), (0.0, 20.0, 30.0, inf), (2.0, 20.0, 30.0, inf), (35.0, inf, 35.0, inf)]
+    assert wait_added_s(held, 0, 8.0, 3.0) == 9.0, "one that fits in before 20 stands still from 2 to 3"
+    assert wait_added_s(held, 0, 18.0, 3.0) == 18.0, "one that does not, for nothing"
 
 
 jobs_that_wait = st.lists(st.tuples(st.floats(0, 20), st.floats(0.01, 10)), max_size=8)
