@@ -33,7 +33,7 @@ int kvfs_sets_init(struct kvfs_sets *s) {
     s->transitions = calloc(TRANSITIONS, sizeof *s->transitions);
     s->chunks[0] = calloc(KVFS_SET_CHUNK, sizeof **s->chunks);
     if (!s->heads || !s->transitions || !s->chunks[0]) return -ENOMEM;
-    s->chunks[0]->producer.number = KVFS_NO_PRODUCER;
+    s->chunks[0]->producer = kvfs_no_producer;
     s->chunks[0]->refs = 1;
     s->begun = s->words = 1;
     return 0;
@@ -132,16 +132,15 @@ static int apply(const struct kvfs_sets *s, const struct kvfs_set *from, enum kv
     memset(to, 0, sizeof *to);
     for (uint32_t i = 0; i < s->words; i++) before |= to->words[i] = from->words[i] & s->live[i];
     to->producer = from->producer;
-    if (!before || change == KVFS_SET_ADD) to->producer.number = KVFS_NO_PRODUCER;
-    const int is_awaited = to->producer.number != KVFS_NO_PRODUCER;
+    if (!before || change == KVFS_SET_ADD) to->producer = kvfs_no_producer;
     if (change == KVFS_SET_ADD || change == KVFS_SET_PRODUCE)
         to->words[column / 64] |= 1ull << column % 64;
     else if (change == KVFS_SET_REMOVE)
         to->words[column / 64] &= ~(1ull << column % 64);
-    if (change == KVFS_SET_PRODUCE && (!before || (is_awaited && producer.ends_s < to->producer.ends_s)))
+    if (change == KVFS_SET_PRODUCE && (!before || producer.ends_s < to->producer.ends_s))
         to->producer = producer;
     else if (change == KVFS_SET_PRODUCED && to->producer.number == producer.number)
-        to->producer.number = KVFS_NO_PRODUCER;
+        to->producer = kvfs_no_producer;
     for (uint32_t i = 0; i < s->words; i++) after |= to->words[i];
     return after != 0;
 }

@@ -2,6 +2,7 @@
 #ifndef KVFS_CLUSTER_HOLDER_SETS_H
 #define KVFS_CLUSTER_HOLDER_SETS_H
 
+#include <math.h>
 #include <stdint.h>
 
 #define KVFS_SET_WORDS 17
@@ -15,6 +16,9 @@ struct kvfs_producer {
     int64_t number; /* or KVFS_NO_PRODUCER */
     double ends_s;
 };
+
+/* Nobody is to make it: so long ago that no prefill that is still to end is the first. */
+static const struct kvfs_producer kvfs_no_producer = {KVFS_NO_PRODUCER, -INFINITY};
 
 /* Bit c of the words: the source of column c holds the block. `chain` links sets of one hash, and free ones. */
 struct kvfs_set {

@@ -35,6 +35,7 @@ cdef extern from "cluster/holder_sets.h" nogil:
     struct kvfs_producer:
         int64_t number
         double ends_s
+    const kvfs_producer kvfs_no_producer
 
 cdef extern from "cluster/index_core.h" nogil:
     enum:
@@ -205,11 +206,11 @@ cdef class ClusterIndex:
             held = kvfs_cluster_holds(self._c, source, before)
             kvfs_unlock(&self._mutex)
             self.detached += 0 if held else memoryview(hashes).nbytes // KVFS_CLUSTER_HASH_BYTES
-        return change(self, KVFS_SET_ADD, source, kvfs_producer(KVFS_NO_PRODUCER, 0.0), hashes)
+        return change(self, KVFS_SET_ADD, source, kvfs_no_producer, hashes)
 
     def remove(self, uint64_t source, hashes):
         check_source(source)
-        return change(self, KVFS_SET_REMOVE, source, kvfs_producer(KVFS_NO_PRODUCER, 0.0), hashes)
+        return change(self, KVFS_SET_REMOVE, source, kvfs_no_producer, hashes)
 
     def produce(self, uint64_t source, int64_t producer, double ends_s, hashes):
         check_source(source)

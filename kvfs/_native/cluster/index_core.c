@@ -311,7 +311,7 @@ static void sweep_segment(struct kvfs_cluster *c, struct kvfs_segment *segment) 
         const struct kvfs_place at = {&segment->lines[i / KVFS_WAYS], i % KVFS_WAYS};
         const uint32_t set = at.line->sets[at.way];
         if (set && is_stale(&c->sets, kvfs_set_at(&c->sets, set)))
-            change_held(c, at, KVFS_SET_SWEEP, 0, (struct kvfs_producer){KVFS_NO_PRODUCER, 0.0});
+            change_held(c, at, KVFS_SET_SWEEP, 0, kvfs_no_producer);
     }
 }
 
