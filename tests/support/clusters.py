@@ -89,3 +89,18 @@ def _run(rng: random.Random, cluster: Cluster, jobs: list[Job]) -> Run:
 
 
 scenes = st.integers(0, 1 << 64).map(lambda seed: scene(random.Random(seed)))
+
+
+def ready_job(
+    number: int, *, service_s: float, arrival_s: float = 0.0, discipline: Discipline = Discipline.FCFS
+) -> Job:
+    """A job of instance 0 whose blocks are there when it arrives."""
+    return Job(
+        number,
+        0,
+        arrival_s=arrival_s,
+        service_s=service_s,
+        loaded_s=arrival_s,
+        finish_s=arrival_s + service_s,
+        rank=discipline.rank(arrival_s, service_s),
+    )
