@@ -1,7 +1,7 @@
 """The scheduler's half of the vLLM connector over a store and a clock that a test has in its hands.
 
 Responsibility: a table of keys that answers at once, fetches that end when a test says so, requests of random tokens,
-and what a plan stores of them; the fixture that all tests of it import.
+what a plan stores of them, and what layers read of a group; the fixture that all tests of it import.
 
 Concurrency: one test's thread.
 """
@@ -17,6 +17,7 @@ import pytest
 
 from kvfs import prefix_hashes
 from kvfs.connectors.vllm_scheduler import Planner, Rank, Step
+from kvfs.groups import Group
 from kvfs.keys import split_keys
 from kvfs.limits import CONNECTOR_MATCH_S
 from kvfs.namespaces import Namespace
@@ -141,6 +142,12 @@ def keys_of(tokens: Sequence[int]) -> dict[Rank, list[bytes]]:
         rank: list(split_keys(prefix_hashes(namespace, list(tokens))))
         for rank, namespace in namespaces().items()
     }
+
+
+def read_back(group: Group, end: int) -> int:
+    """Return how many of the blocks before the block `end` layers read from there on that do not read all."""
+    assert group.window_blocks is not None
+    return end % group.window_blocks if group.is_chunked else group.window_blocks
 
 
 def tokens_of(count: int, seed: int = 0) -> list[int]:
