@@ -37,7 +37,7 @@ LONGEST: Final = (
     "mounts/test_restart.py",
     "mounts/test_mount_crashes.py",
     "faults/test_store_faults.py",
-    "nvme/test_large_objects.py",
+    "nvme/test_large_object_drafts.py",
     "cold/test_cold_endpoints.py",
     "mounts/test_mount_races.py",
     "faults/test_power_cuts.py",
