@@ -61,7 +61,7 @@ def test_a_burst_is_created_by_the_loop_once_there_were_such(service: Service) -
 
         eventually(is_native, "no file of a burst is created by a call")
         slots = client.status()["tiers"][0]["slots"]
-        assert limits.SPARE_DRAFTS_AT_ONCE < slots <= limits.SPARE_DRAFTS
+        assert limits.SPARE_DRAFTS_AT_ONCE <= slots <= limits.SPARE_DRAFTS  # the fewest where Python keeps up
 
 
 @pytest.mark.mount
