@@ -119,17 +119,18 @@ class Caches:
             elif source >= self._nodes:
                 self.of_source[source].use(block)
                 index.add(block, local)
+            elif place < relayed and block not in self.of_source[source]:
+                continue  # the piece before loaded it and kept no copy: it lies where that took it from
             elif source != local:
                 heat = self._heat.loaded(block, now_s)
-                if own_from is not None and self.of_source[source].used(block) == own_from - place:
-                    self.of_source[source].remove(block)
-                    index.add(block, local)
-                    index.invalidate(block, source)
-                elif not replication.keeps_copy(heat, self._copies(block), copy_heat):
+                moves = own_from is not None and self.of_source[source].used(block) == own_from - place
+                if not (moves or replication.keeps_copy(heat, self._copies(block), copy_heat)):
                     self._use(block, source)
                     continue
-                else:
-                    index.add(block, local)
+                index.add(block, local)
+                if moves:
+                    self.of_source[source].remove(block)
+                    index.invalidate(block, source)
             elif self._replicates:
                 self._heat.used(block, self._copies(block), now_s)
             self._use(block, local)

@@ -202,6 +202,7 @@ class Simulation:
 
     def _interrupted(self, number: int, tokens_out: int) -> None:
         """Route a request again whose instance failed."""
+        self._running.pop(number, None)
         before = self._resumed.get(number)
         if tokens_out:
             tokens_out += 0 if before is None else before.tokens_out

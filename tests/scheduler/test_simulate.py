@@ -32,6 +32,7 @@ from scheduler.simulation.traces import Request, read_trace
 from tests.support.lru_leaf_first import LruLeafFirst
 from tests.support.seeds import rounds
 from tests.support.service import run_kvfs
+from tests.support.simulated_runs import check_end
 from tests.support.trace_families import FAMILIES
 from tests.support.traces import small_trace, write_trace
 
@@ -167,20 +168,10 @@ def test_every_request_ends_once(
     )
     simulation = Simulation(small_trace(seed, 60), options)
     result = simulation.run()
-    assert all(record.outcome is not None for record in result.records)
-    assert len(simulation._ledger) == 0
-    for decoding in simulation._cluster.decode:
-        assert (decoding.committed_requests, decoding.committed_tokens) == (0, 0)
-    for instance in simulation._cluster.prefill:
-        assert (len(instance.queue), instance.running) == (0, None)
+    check_end(simulation)
     for record in result.records:
-        if record.outcome is Outcome.REJECTED:
-            assert record.prefill_s == 0
         if record.outcome is Outcome.DONE:
             assert record.ttft_s >= record.prefill_s * 0.999999 > 0
-    held = {block for cache in simulation._caches.dram for block in (*cache._blocks, *cache._taken)}
-    assert len(held) == len(simulation._caches.index)
-    assert all(len(cache) <= 500 for cache in simulation._caches.dram)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -25,6 +25,7 @@ from scheduler.simulation.simulate import Simulation, simulate
 from scheduler.simulation.traces import Request
 from tests.support import golden_simulation
 from tests.support.service import run_kvfs
+from tests.support.simulated_runs import check_end
 from tests.support.trace_families import FAMILIES
 from tests.support.traces import small_trace, write_trace
 
@@ -75,18 +76,9 @@ def test_every_request_ends_once(
         replicates=replicates,
     )
     simulation = Simulation(small_trace(seed, 60), options)
-    result = simulation.run()
-    assert all(record.outcome is not None for record in result.records)
-    assert len(simulation._ledger) == 0
-    for decoding in simulation._cluster.decode:
-        assert (decoding.committed_requests, decoding.committed_tokens, decoding.draining) == (0, 0, False)
-    for instance in simulation._cluster.prefill:
-        assert (len(instance.queue), instance.running, instance.draining) == (0, None, False)
-    caches = simulation._caches
-    for source, cache in enumerate(caches.of_source):
-        assert len(cache) <= cache.capacity
-        assert all(caches.index.holders(block) >> source & 1 for block in cache.blocks())
-    assert len({block for cache in caches.of_source for block in cache.blocks()}) == len(caches.index)
+    simulation.run()
+    check_end(simulation)
+    assert not any(each.draining for each in simulation._cluster.prefill + simulation._cluster.decode)
 
 
 # --- lower tiers -----------------------------------------------------------------------------------------
